@@ -1,0 +1,65 @@
+"""Calibration samples: images with prompts. Never text alone: visual rows have other ranges than text rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from engines.errors import UserError
+
+FILE = "samples.jsonl"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt about some images.
+
+    Attributes:
+        images: files, in the order of the prompt.
+        prompt: the question.
+        answer: what the model should say; empty if unknown.
+    """
+
+    images: list[Path]
+    prompt: str
+    answer: str = ""
+
+
+def read(folder: str | Path) -> list[Sample]:
+    """Read `samples.jsonl` of a folder: {"images": ["a.png", ...], "prompt": "...", "answer": "..."} a line.
+
+    Raises:
+        UserError: no such file, a line that is not such an object, a missing image, no image at all.
+    """
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: give a folder with {FILE} and its images by --samples")
+    samples = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            data = json.loads(line)
+            images = [path.parent / name for name in data["images"]]
+            sample = Sample(images, str(data["prompt"]), str(data.get("answer", "")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f'{where}: not {{"images": [...], "prompt": "..."}} ({error})') from error
+        if missing := [image for image in images if not image.is_file()]:
+            raise UserError(f"{where}: image {missing[0]} does not exist")
+        samples.append(sample)
+    if not any(sample.images for sample in samples):
+        raise UserError(f"{path}: no sample has an image; keys calibrated on text alone do not fit images")
+    return samples
+
+
+def model_inputs(processor: Any, sample: Sample) -> dict[str, Any]:
+    """The Hugging Face processor's tensors for one sample as a user message, batch 1."""
+    content = [{"type": "image"} for _ in sample.images] + [{"type": "text", "text": sample.prompt}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    images = [Image.open(image).convert("RGB") for image in sample.images] or None
+    return dict(processor(images=images, text=text, return_tensors="pt"))

@@ -1,0 +1,59 @@
+"""The one exception a user may see: what was wrong, where, and the next thing to type."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+
+class UserError(Exception):
+    """A mistake the user can mend. Printed as one line; the command ends with exit code 2."""
+
+
+def one_line(error: BaseException) -> str:
+    """The message of `error` folded into a single line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one line, like every other mistake's."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}: see  {self.prog} --help")
+
+
+def command(main: Callable[..., int | None]) -> Callable[..., int]:
+    """Decorate a command's entry: a `UserError` or a full disk becomes one line on standard error and exit code 2."""
+
+    @functools.wraps(main)
+    def wrapped(*args, **kwargs) -> int:
+        try:
+            code = main(*args, **kwargs) or 0
+            sys.stdout.flush()
+            return code
+        except UserError as error:
+            print(f"error: {one_line(error)}", file=sys.stderr)
+        except BrokenPipeError:  # the reader, `head` for example, has had enough; nothing more can be printed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except OSError as error:
+            advice = {
+                errno.ENOSPC: "free some space or choose another folder",
+                errno.EDQUOT: "free some space or choose another folder",
+                errno.EACCES: "change its permissions or choose another place",
+                errno.EROFS: "choose another place",
+            }
+            if error.errno not in advice:
+                raise
+            print(f"error: {one_line(error)}: {advice[error.errno]}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("error: interrupted; nothing was written", file=sys.stderr)
+            return 130
+        return 2
+
+    return wrapped

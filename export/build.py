@@ -1,0 +1,311 @@
+"""Build a bundle: a Hugging Face vision-language model, compressed, as static-shape ONNX graphs and TensorRT plans.
+
+    python export/build.py                                     the demo model, levels off, balanced and extreme
+    python export/build.py CHECKPOINT --out DIR                 your model
+    python export/build.py --recipe my.toml --backend trt-rtx   your recipe, with TensorRT-RTX plans
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0:1] = [str(ROOT)]  # run as a script, Python puts export/ there; `export` must be importable as a package
+
+from engines import bundle  # noqa: E402
+from engines.errors import UserError, command  # noqa: E402
+
+if TYPE_CHECKING:
+    from export.checkpoint import Checkpoint
+    from export.compress import KeyStatistics
+    from export.graphs import Graph
+    from export.recipe import Recipe
+
+DEMO = ROOT / "models" / "demo-vlm"
+DEFAULT_RECIPES = ("off", "balanced", "extreme")
+DEFAULT_IMAGES = (1, 4, 8)
+ROUND = 16  # bucket lengths are multiples of this
+
+
+def arguments() -> argparse.ArgumentParser:
+    presets = ", ".join(sorted(p.stem for p in (ROOT / "export" / "recipes").glob("*.toml")))
+    parser = argparse.ArgumentParser(
+        prog="export/build.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "checkpoint", nargs="?", type=Path, default=DEMO, help="Hugging Face checkpoint folder (default: the demo model)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the bundle's folder; a bundle that is there is replaced (default: build/NAME)"
+    )
+    parser.add_argument(
+        "--recipe",
+        action="append",
+        metavar="NAME|FILE",
+        help=f"a compression level: {presets}, or a .toml file; repeat for several levels in one bundle, lightest first "
+        f"(default: {', '.join(DEFAULT_RECIPES)})",
+    )
+    parser.add_argument(
+        "--level", help="level used when the caller names none (default: balanced if it is there, else the first)"
+    )
+    parser.add_argument(
+        "--backend",
+        action="append",
+        choices=("ort", "trt-rtx", "trt"),
+        help="ort: ONNX Runtime; trt-rtx: plans by TensorRT-RTX, built without a GPU; trt: plans by TensorRT on this "
+        "device; repeat for several (default: ort, which every bundle has)",
+    )
+    parser.add_argument(
+        "--images",
+        type=int,
+        nargs="+",
+        default=list(DEFAULT_IMAGES),
+        metavar="N",
+        help="images per prompt to make a bucket for (default: 1 4 8)",
+    )
+    parser.add_argument(
+        "--text-tokens", type=int, default=24, metavar="T", help="tokens of question to leave room for (default: 24)"
+    )
+    parser.add_argument(
+        "--buckets",
+        type=int,
+        nargs="+",
+        metavar="S",
+        help="prompt lengths to build for, after visual-token pruning, instead of --images and --text-tokens",
+    )
+    parser.add_argument(
+        "--samples",
+        type=Path,
+        help="folder with samples.jsonl and its images, to calibrate quantization with (default: CHECKPOINT/samples)",
+    )
+    parser.add_argument("--verbose", action="store_true", help="also print every graph's size, time and largest error")
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    args = arguments().parse_args(argv)
+    out = args.out or Path("build") / args.checkpoint.resolve().name
+    if args.out is None and args.checkpoint == DEMO:
+        out = ROOT / "build" / DEMO.name
+    with bundle.writing(out) as folder:
+        build(args, folder)
+        size = sum(f.stat().st_size for f in folder.iterdir())
+    print(f"wrote {out} ({size / 2**20:.1f} MiB)\nask it:  python -m runtime ask {out} --image FILE 'question'")
+
+
+def build(args: argparse.Namespace, folder: Path) -> None:
+    """Make all of a bundle in `folder`, which becomes the bundle when this returns."""
+    print("loading PyTorch and transformers ...", flush=True)
+    from rich.console import Console
+
+    from calibration import keys, samples
+    from export import checkpoint as checkpoints
+    from export import recipe as recipes
+
+    console = Console(highlight=False)
+    levels = {recipe.name: recipe for recipe in map(recipes.load, args.recipe or DEFAULT_RECIPES)}
+    default = args.level or ("balanced" if "balanced" in levels else next(iter(levels)))
+    if default not in levels:
+        raise UserError(f"--level {default} is none of this bundle's levels: {', '.join(levels)}")
+    backends = list(dict.fromkeys(["ort", *(args.backend or [])]))
+    _check_backends(backends)
+
+    checkpoint = checkpoints.load(args.checkpoint)
+    buckets = {name: bucket_lengths(args, checkpoint, recipe) for name, recipe in levels.items()}
+    console.print(_describe(checkpoint))
+
+    statistics = None
+    if any(recipe.store == "int8" for recipe in levels.values()):
+        known = samples.read(args.samples or args.checkpoint / "samples")
+        with _progress(console) as bar:
+            task = bar.add_task(f"calibrating keys on {len(known)} samples", total=len(known))
+            statistics = keys.key_statistics(checkpoint, known, lambda: bar.advance(task))
+
+    manifest = _export_all(checkpoint, levels, buckets, statistics, default, folder, console, args.verbose)
+    _write_processor(checkpoint, folder)
+    plans = [plan for backend in backends[1:] for plan in _build_plans(backend, manifest, folder, console)]
+    bundle.seal(folder, _with_plans(manifest, plans, backends))
+
+
+def _check_backends(backends: list[str]) -> None:
+    """Fail before the long work, not after it, when a builder is missing."""
+    from engines import trt
+
+    for backend in backends[1:]:
+        trt.version(backend)
+
+
+def _describe(checkpoint: Checkpoint) -> str:
+    d = checkpoint.decoder
+    parameters = sum(p.numel() for p in checkpoint.model.parameters())
+    return (
+        f"{checkpoint.model_type} {checkpoint.path.name}: {parameters / 1e6:.1f} M parameters, {d.num_layers} layers, "
+        f"{d.num_kv_heads} KV heads of {d.head_dim}, {checkpoint.image_tokens} tokens an image"
+    )
+
+
+def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Recipe) -> list[int]:
+    """Prompt lengths S of a level: for each number of images, what the chat template makes of them, plus the question.
+
+    Raises:
+        UserError: nothing fits the positions that the model knows.
+    """
+    limit = checkpoint.text_config.max_position_embeddings
+    if args.buckets:
+        lengths = args.buckets
+        if too_long := [s for s in lengths if not 1 <= s <= limit]:
+            raise UserError(f"--buckets {too_long[0]}: the model has positions 1 to {limit}")
+        return sorted(set(lengths))
+    if min(args.images) < 1 or args.text_tokens < 1:
+        raise UserError("--images and --text-tokens must be at least 1")
+    pruned = checkpoint.image_tokens - recipe.perception.count(checkpoint.image_tokens)
+    lengths = []
+    for images in args.images:
+        content = [{"type": "image"}] * images + [{"type": "text", "text": ""}]
+        text = checkpoint.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True
+        )
+        tokens = len(checkpoint.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        tokens += images * (checkpoint.image_tokens - 1 - pruned) + args.text_tokens
+        lengths.append(-(-tokens // ROUND) * ROUND)
+    if fitting := sorted({s for s in lengths if s <= limit}):
+        return fitting
+    raise UserError(f"no prompt of {args.images} images fits the model's {limit} positions: give smaller --images")
+
+
+def _export_all(
+    checkpoint: Checkpoint,
+    levels: dict[str, Recipe],
+    buckets: dict[str, list[int]],
+    statistics: list[KeyStatistics] | None,
+    default: str,
+    folder: Path,
+    console,
+    verbose: bool,
+) -> bundle.Manifest:
+    """Export and check every graph of every level; all but the plans of the manifest."""
+    from export import graphs
+    from export.to_onnx import WeightFile, export
+    from export.verify import largest_error
+
+    total = sum(1 + len(buckets[name]) * (3 if recipe.window.compact else 2) for name, recipe in levels.items())
+    made: dict[str, bundle.Graph] = {}
+    described: dict[str, bundle.Level] = {}
+    with WeightFile(folder) as weights, _progress(console) as bar:
+        task = bar.add_task("exporting graphs", total=total)
+
+        def make(name: str, graph: Callable[[], Graph]) -> str:
+            bar.update(task, description=f"exporting {name}")
+            if name not in made:
+                module = graph()
+                made[name] = export(module, name, weights)
+                error = largest_error(module, made[name], folder)
+                if verbose:
+                    size = (folder / made[name].file).stat().st_size
+                    console.print(f"  {name}: {size / 1024:.0f} KiB, equal to PyTorch to {error:.0e}")
+            bar.advance(task)
+            return name
+
+        table = checkpoint.embedding.contiguous().numpy()
+        embedding = bundle.Embedding(weights.add(table.tobytes()), str(table.dtype), list(table.shape))
+        for name, recipe in levels.items():
+            tokens = recipe.perception.count(checkpoint.image_tokens)
+            vision = make(
+                f"vision_{tokens}", lambda r=recipe: graphs.Vision(checkpoint.encoder, r, *checkpoint.pixel_size)
+            )
+            sized = []
+            for length in buckets[name]:
+                state = graphs.State(checkpoint.decoder, recipe, length)
+                known = statistics if recipe.store == "int8" else None
+
+                def graph(kind: type[Graph], state=state, known=known) -> Callable[[], Graph]:
+                    return lambda: kind(state, known)  # type: ignore[call-arg]
+
+                sized.append(
+                    bundle.Bucket(
+                        length=length,
+                        capacities=state.capacities,
+                        window=state.window,
+                        recent=state.recent,
+                        prefill=make(f"{name}.prefill_{length}", graph(graphs.Prefill)),
+                        decode=make(f"{name}.decode_{length}", graph(graphs.Decode)),
+                        compact=make(f"{name}.compact_{length}", graph(graphs.Compact)) if state.compacts else "",
+                    )
+                )
+            described[name] = bundle.Level(recipe.settings(), tokens, vision, sized)
+        bar.update(task, description=f"exported and checked {len(made)} graphs")
+    return bundle.Manifest(_model(checkpoint, embedding), described, default, made)
+
+
+def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
+    text, generation = checkpoint.text_config, checkpoint.model.generation_config
+    ends = generation.eos_token_id if generation.eos_token_id is not None else text.eos_token_id
+    return bundle.Model(
+        model_type=checkpoint.model_type,
+        num_layers=checkpoint.decoder.num_layers,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=checkpoint.decoder.num_kv_heads,
+        head_dim=checkpoint.decoder.head_dim,
+        hidden_size=checkpoint.decoder.hidden_size,
+        vocab_size=text.vocab_size,
+        max_positions=text.max_position_embeddings,
+        image_token_id=checkpoint.image_token_id,
+        image_tokens=checkpoint.image_tokens,
+        bos_token_id=text.bos_token_id,
+        eos_token_ids=[int(e) for e in (ends if isinstance(ends, list) else [ends]) if e is not None],
+        embedding=embedding,
+    )
+
+
+def _write_processor(checkpoint: Checkpoint, folder: Path) -> None:
+    """Tokenizer, template and image settings in the forms that the lean runtime reads."""
+    import json
+
+    tokenizer = checkpoint.processor.tokenizer
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(checkpoint.processor.chat_template or tokenizer.chat_template)
+    tokens = {name: getattr(tokenizer, name, None) for name in ("bos_token", "eos_token", "pad_token")}
+    image = tokenizer.convert_ids_to_tokens(checkpoint.image_token_id)
+    special = bool(tokenizer("").input_ids)
+    prompt = {**tokens, "image_token": image, "add_special_tokens": special}
+    (folder / "prompt.json").write_text(json.dumps(prompt, indent=1))
+    checkpoint.preprocessor.write(folder)
+
+
+def _build_plans(backend: str, manifest: bundle.Manifest, folder: Path, console) -> list[bundle.Plan]:
+    from engines import trt
+
+    files = {name: folder / graph.file for name, graph in manifest.graphs.items()}
+    with _progress(console) as bar:
+        task = bar.add_task(f"building {backend} plans", total=len(files))
+        return trt.build_plans(backend, files, folder, lambda *_: bar.advance(task))
+
+
+def _with_plans(manifest: bundle.Manifest, plans: list[bundle.Plan], backends: list[str]) -> bundle.Manifest:
+    import dataclasses
+
+    notes = {"ort": "ONNX graphs, checked against PyTorch on CPU"}
+    for backend in backends[1:]:
+        mine = [plan for plan in plans if plan.backend == backend]
+        targets = ", ".join(mine[0].compute_capabilities)
+        notes[backend] = f"{len(mine)} plans by version {mine[0].version} for {targets}; not run at build time"
+    names = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
+    tools = {name: importlib.metadata.version(name) for name in names}
+    return dataclasses.replace(manifest, plans=plans, backends=notes, tools=tools)
+
+
+def _progress(console):
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

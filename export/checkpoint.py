@@ -1,0 +1,172 @@
+"""Load a Hugging Face checkpoint safely and describe it: never `trust_remote_code`, never pickle, no missing weight."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engines.errors import UserError, one_line
+from engines.preprocessor import ImagePreprocessor
+from export.attention import use_hook
+from export.compat import check_transformers
+from export.families import FAMILIES
+from export.graphs import Decoder
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model with its processor, and what the exporter needs to know of it."""
+
+    path: Path
+    model: Any
+    processor: Any
+    model_type: str
+    encoder: nn.Module
+    decoder: Decoder
+    preprocessor: ImagePreprocessor
+    image_token_id: int
+    image_tokens: int
+
+    @property
+    def text_config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """Token embedding table, [vocab_size, hidden_size], float32."""
+        return self.model.get_input_embeddings().weight.detach()
+
+    @property
+    def pixel_size(self) -> tuple[int, int]:
+        """Height and width of the pixels that the preprocessor makes."""
+        size = self.preprocessor.crop or self.preprocessor.resize or {}
+        if "height" not in size:
+            raise UserError(f"{self.path}: its image processor gives no fixed size; such models are not supported yet")
+        return size["height"], size["width"]
+
+
+def load(folder: str | Path) -> Checkpoint:
+    """Load a checkpoint in float32 for export.
+
+    Raises:
+        UserError: not a checkpoint folder, a family without adapter, damaged or incomplete weights.
+    """
+    path = Path(folder)
+    config = _config(path)
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise UserError(f"{path}: model type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    check_transformers()
+    model = _model(path)
+    family = FAMILIES[model_type]
+    decoder = family.decoder(model)
+    processor = _processor(path)
+    use_hook(decoder.language_model)
+    encoder = family.encoder(model).eval()
+    preprocessor = _preprocessor(path, processor.image_processor)
+    checkpoint = Checkpoint(
+        path=path,
+        model=model,
+        processor=processor,
+        model_type=model_type,
+        encoder=encoder,
+        decoder=decoder,
+        preprocessor=preprocessor,
+        image_token_id=model.config.image_token_id,
+        image_tokens=0,
+    )
+    with torch.no_grad():
+        tokens = encoder(torch.zeros(1, 3, *checkpoint.pixel_size)).shape[1]
+    return Checkpoint(**{**vars(checkpoint), "image_tokens": tokens})
+
+
+def _config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(f"{path} is not a Hugging Face checkpoint: it has no config.json")
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file} is not a model configuration")
+    return config
+
+
+def _model(path: Path) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    if not any(path.glob("*.safetensors")):
+        raise UserError(f"{path} holds no .safetensors weights (other formats can run code and are not loaded)")
+    with _quiet():
+        try:
+            model, info = AutoModelForImageTextToText.from_pretrained(
+                path,
+                dtype=torch.float32,
+                output_loading_info=True,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+        except Exception as error:  # transformers raises many kinds for a damaged checkpoint
+            raise UserError(f"{path} cannot be loaded: {one_line(error)[:300]}") from error
+    # A checkpoint of another transformers version can load with part of its weights silently random.
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if keys := sorted(map(str, info.get(problem) or ())):
+            kind = problem.split("_")[0]
+            raise UserError(
+                f"{path}: {len(keys)} {kind} weights, for example {keys[0]}: it was saved by another version of "
+                "transformers or is incomplete; nothing was built"
+            )
+    return model.eval().requires_grad_(False)
+
+
+def _processor(path: Path) -> Any:
+    from transformers import AutoProcessor
+
+    with _quiet():
+        try:
+            return AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            raise UserError(f"{path}: its processor cannot be loaded: {one_line(error)[:300]}") from error
+
+
+def _preprocessor(path: Path, processor: Any) -> ImagePreprocessor:
+    """The image processor's settings as the runtime's dataclass."""
+
+    def sizes(value: Any) -> dict[str, int] | None:
+        return {k: int(v) for k, v in dict(value).items() if v is not None} if value else None
+
+    return ImagePreprocessor(
+        resize=sizes(processor.size) if processor.do_resize else None,
+        resample=int(processor.resample),
+        crop=sizes(processor.crop_size) if getattr(processor, "do_center_crop", False) else None,
+        rescale=float(processor.rescale_factor) if processor.do_rescale else 1.0,
+        mean=[float(v) for v in processor.image_mean] if processor.do_normalize else [0.0] * 3,
+        std=[float(v) for v in processor.image_std] if processor.do_normalize else [1.0] * 3,
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the libraries' notes: what matters of them becomes a `UserError`."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+        transformers.logging.set_verbosity(verbosity)

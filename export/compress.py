@@ -1,0 +1,102 @@
+"""Compress: store and window rows in, a smaller store out. Prefill ends with it, compaction is nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from export.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class KeyStatistics:
+    """Calibrated per layer, over all tokens of the samples, after RoPE.
+
+    Attributes:
+        center: mean key of each head, subtracted from every key, [kv_heads, head_dim], float32.
+        absmax: largest magnitude of each channel of the centred keys, [kv_heads, head_dim], float32.
+    """
+
+    center: Tensor
+    absmax: Tensor
+
+
+@dataclass
+class Tokens:
+    """Cached tokens of one layer, float32 rows with what travels along.
+
+    Attributes:
+        key, value: [batch, kv_heads, tokens, head_dim]; keys after RoPE at original positions, centred.
+        positions: original positions, [batch, kv_heads, tokens], int32; -1 where empty.
+        bias: 0 a token, log(n) n merged, -inf empty, [batch, kv_heads, tokens], float32.
+        mass: attention received, [batch, kv_heads, tokens], float32.
+    """
+
+    key: Tensor
+    value: Tensor
+    positions: Tensor
+    bias: Tensor
+    mass: Tensor
+
+    def __add__(self, later: Tokens) -> Tokens:
+        """These tokens, then later ones."""
+        pairs = ((getattr(self, name), getattr(later, name)) for name in self.__dataclass_fields__)
+        return Tokens(*(torch.cat(pair, dim=2) for pair in pairs))
+
+    def padded(self, count: int) -> Tokens:
+        """The same with at least `count` slots; new ones are empty."""
+        more = count - self.key.shape[2]
+        if more <= 0:
+            return self
+        return Tokens(
+            pad(self.key, (0, 0, 0, more)),
+            pad(self.value, (0, 0, 0, more)),
+            pad(self.positions, (0, more), value=-1),
+            pad(self.bias, (0, more), value=-torch.inf),
+            pad(self.mass, (0, more)),
+        )
+
+
+class Compress(nn.Module):
+    """Score, protect, select and quantize the tokens of one layer: what a recipe's stages do, in their order."""
+
+    key_scale: Tensor
+
+    def __init__(self, recipe: Recipe, capacity: int, statistics: KeyStatistics | None):
+        super().__init__()
+        self.recipe, self.capacity = recipe, capacity
+        self.importance, self.protect, self.int8 = recipe.importance, recipe.protect, recipe.int8
+        if recipe.store == "int8":
+            assert statistics is not None
+            self.register_buffer("key_scale", self.int8.key_scale(statistics.absmax))
+
+    def select(self, tokens: Tokens) -> tuple[Tokens, Tensor]:
+        """The `capacity` best tokens in their original order, and their indices [batch, kv_heads, capacity]."""
+        tokens = tokens.padded(self.capacity)
+        score = self.protect(self.importance(tokens.mass, tokens.value), tokens.positions, tokens.bias)
+        *rows, index = torch.ops.unicache.topk_gather(
+            score, tokens.key, tokens.value, tokens.positions, tokens.bias, self.capacity
+        )
+        return Tokens(*rows, mass=tokens.mass.gather(2, index)), index
+
+    def forward(self, tokens: Tokens) -> dict[str, Tensor]:
+        """Returns the layer's store tensors by their state names, without the layer's number."""
+        kept = self.select(tokens)[0]
+        store = {"key_store": kept.key, "value_store": kept.value}
+        if self.recipe.store == "int8":
+            values, scale = self.int8.values(kept.value)
+            store = {"key_store": self.int8.keys(kept.key, self.key_scale), "value_store": values, "value_scale": scale}
+        elif self.recipe.store == "float16":
+            store = {name: rows.half() for name, rows in store.items()}
+        store |= {"store_bias": kept.bias.half(), "store_positions": kept.positions, "store_mass": kept.mass}
+        return store
+
+    def restore(self, store: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Float32 keys and values, [batch, kv_heads, capacity, head_dim], of a store."""
+        key, value = store["key_store"].float(), store["value_store"].float()
+        if self.recipe.store == "int8":
+            key, value = key * self.key_scale[:, None], value * store["value_scale"].float()
+        return key, value

@@ -1,0 +1,57 @@
+"""One small adapter a model family: where its vision encoder and its decoder are. Hugging Face's code does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from export.graphs import Decoder
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to take a Hugging Face model apart.
+
+    Attributes:
+        encoder: model -> module from pixels [1, 3, H, W] to visual tokens [1, N, hidden_size].
+        decoder: model -> its decoder, head and sizes.
+    """
+
+    encoder: Callable[[Any], nn.Module]
+    decoder: Callable[[Any], Decoder]
+
+
+class _ImageFeatures(nn.Module):
+    """Vision tower, feature selection and projector, as the model itself chains them."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model.model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        config = self.model.config
+        features = self.model.get_image_features(
+            pixel_values=pixel_values,
+            vision_feature_layer=config.vision_feature_layer,
+            vision_feature_select_strategy=config.vision_feature_select_strategy,
+            return_dict=True,
+        )
+        return features.pooler_output[0][None]
+
+
+def _decoder(model: Any) -> Decoder:
+    text = model.config.get_text_config()
+    return Decoder(
+        language_model=model.model.language_model,
+        head=model.lm_head,
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        hidden_size=text.hidden_size,
+    )
+
+
+FAMILIES: dict[str, Family] = {"llava": Family(_ImageFeatures, _decoder)}

@@ -1,0 +1,302 @@
+"""The four static-shape graphs of a bundle, as PyTorch modules around Hugging Face's own layers.
+
+A graph takes and returns tensors by name; the names, shapes and dtypes of the KV state are stated once, in `State`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from engines.bundle import TensorSpec
+from export.attention import LOWEST, attention_by, full_attention, observed_mass, store_window_attention
+from export.compress import Compress, KeyStatistics, Tokens
+from export.recipe import Recipe
+
+PADDING, TEXT, VISUAL = 0, 1, 2  # kinds of tokens
+NEW = "new_"  # a graph cannot return a tensor under an input's name: `new_X` replaces X
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The parts of a Hugging Face model that make logits from embeddings, and its sizes."""
+
+    language_model: nn.Module
+    head: nn.Module
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class State:
+    """Names, shapes and dtypes of the KV state of one bucket (batch B, layers L, window W, capacities C_l)."""
+
+    decoder: Decoder
+    recipe: Recipe
+    length: int
+    batch: int = 1
+
+    @property
+    def capacities(self) -> list[int]:
+        return self.recipe.budget.capacities(self.length, self.decoder.num_layers)
+
+    @property
+    def window(self) -> int:
+        return self.recipe.window.sizes(self.length)[0]
+
+    @property
+    def recent(self) -> int:
+        return self.recipe.window.sizes(self.length)[1]
+
+    @property
+    def compacts(self) -> bool:
+        return self.recipe.window.compact
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """name -> spec, store first."""
+        d, heads = self.decoder, [self.batch, self.decoder.num_kv_heads]
+        specs = {}
+        for layer, slots in enumerate(self.capacities):
+            store = {
+                "key_store": (self.recipe.store, [*heads, slots, d.head_dim]),
+                "value_store": (self.recipe.store, [*heads, slots, d.head_dim]),
+                "value_scale": ("float16", [*heads, slots, 1]),
+                "store_bias": ("float16", [*heads, slots]),
+                "store_positions": ("int32", [*heads, slots]),
+                "store_mass": ("float32", [*heads, slots]),
+            }
+            specs |= {f"{name}.{layer}": spec for name, spec in store.items() if self._used(name)}
+        window = {
+            "key_window": (self.recipe.window.dtype, [d.num_layers, *heads, self.window, d.head_dim]),
+            "value_window": (self.recipe.window.dtype, [d.num_layers, *heads, self.window, d.head_dim]),
+            "window_mass": ("float32", [d.num_layers, *heads, self.window]),
+            "window_bias": ("float32", [self.batch, self.window]),
+            "window_positions": ("int32", [self.batch, self.window]),
+        }
+        specs |= {name: spec for name, spec in window.items() if self._used(name)}
+        return {name: TensorSpec(name, dtype, shape) for name, (dtype, shape) in specs.items()}
+
+    def _used(self, name: str) -> bool:
+        if name == "value_scale":
+            return self.recipe.store == "int8"
+        return not name.endswith("_mass") or self.compacts
+
+
+class Graph(nn.Module):
+    """A module whose positional inputs and outputs have names: `inputs` and `outputs`, in order."""
+
+    kind: str
+    inputs: dict[str, TensorSpec]
+    outputs: list[str]
+
+    def compute(self, **tensors: Tensor) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        result = self.compute(**dict(zip(self.inputs, tensors, strict=True)))
+        return tuple(result[name] for name in self.outputs)
+
+    def _takes(self, *specs: TensorSpec) -> None:
+        self.inputs = {spec.name.replace(".", "__"): spec for spec in specs}
+
+
+class Vision(Graph):
+    """One image's pixels -> its kept visual tokens and their places among the image's tokens."""
+
+    kind = "vision"
+
+    def __init__(self, encoder: nn.Module, recipe: Recipe, height: int, width: int):
+        super().__init__()
+        self.encoder, self.perception = encoder, recipe.perception
+        self._takes(TensorSpec("pixel_values", "float32", [1, 3, height, width]))
+        self.outputs = ["visual_tokens", "kept"]
+
+    def compute(self, pixel_values: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        features = self.encoder(pixel_values)  # [1, N, d]
+        kept = self.perception(features)  # [1, K]
+        if kept.shape[1] < features.shape[1]:
+            features = features.gather(1, kept[..., None].expand(-1, -1, features.shape[2]))
+        return {"visual_tokens": features, "kept": kept.int()}
+
+
+class _Stateful(Graph):
+    """What prefill, decode and compact share: the KV state and one `Compress` a layer."""
+
+    def __init__(self, state: State, statistics: list[KeyStatistics] | None):
+        super().__init__()
+        self.state = state
+        per_layer = statistics or [None] * state.decoder.num_layers
+        self.compress = nn.ModuleList(
+            Compress(state.recipe, slots, known) for slots, known in zip(state.capacities, per_layer, strict=True)
+        )
+
+    def state_of(self, tensors: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
+        """The store tensors of one layer, without the layer's number."""
+        return {name.split("__")[0]: t for name, t in tensors.items() if name.endswith(f"__{layer}")}
+
+
+class _Decoding(_Stateful):
+    """What prefill and decode share: the decoder itself and the centring of keys."""
+
+    def __init__(self, state: State, statistics: list[KeyStatistics] | None):
+        super().__init__(state, statistics)
+        self.language_model, self.head = state.decoder.language_model, state.decoder.head
+        centers = [known.center for known in statistics or []]
+        self.register_buffer("center", torch.stack(centers)[:, :, None] if centers else None)  # [L, Hkv, 1, D]
+
+    def centred(self, key: Tensor, layer: int) -> Tensor:
+        """Keys less their head's calibrated mean: softmax does not change, quantization does."""
+        return key if self.center is None else key - self.center[layer]
+
+    def logits(self, embeddings: Tensor, positions: Tensor, attention) -> Tensor:
+        """Run the decoder with `attention` in every layer; logits of the last token, [batch, vocab_size]."""
+        with attention_by(attention):
+            hidden = self.language_model(
+                inputs_embeds=embeddings, position_ids=positions.long(), attention_mask=None, use_cache=False
+            )[0]
+        return self.head(hidden[:, -1])
+
+
+class Prefill(_Decoding):
+    """Embeddings of a left-padded prompt -> logits of its last token, compressed store, window."""
+
+    kind = "prefill"
+
+    def __init__(self, state: State, statistics: list[KeyStatistics] | None):
+        super().__init__(state, statistics)
+        shape = [state.batch, state.length]
+        self._takes(
+            TensorSpec("embeddings", "float32", [*shape, state.decoder.hidden_size]),
+            TensorSpec("positions", "int32", shape),
+            TensorSpec("kinds", "int32", shape),
+        )
+        self.outputs = ["logits", *state.specs()]
+
+    def compute(self, embeddings: Tensor, positions: Tensor, kinds: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        state, length = self.state, self.state.length
+        real = kinds != PADDING
+        order = torch.arange(length)
+        visible = (order[:, None] >= order[None, :]) & real[:, None, :]
+        bias = torch.where(visible, 0.0, LOWEST)  # [B, S, S]
+        observers = min(state.recipe.importance.window, length)
+        seen = real[:, -observers:].float()
+        cached: dict[int, Tokens] = {}
+        places = torch.where(real, positions, -1)
+        empty = torch.where(real, 0.0, -torch.inf)
+
+        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            key = self.centred(key, layer)
+            mass = observed_mass(query[:, :, -observers:], key, bias[:, -observers:], seen, scale)
+            heads = (-1, state.decoder.num_kv_heads, -1)
+            cached[layer] = Tokens(key, value, places[:, None].expand(heads), empty[:, None].expand(heads), mass)
+            return full_attention(query, key, value, bias, scale)
+
+        result = {"logits": self.logits(embeddings, positions, attention)}
+        split = length - state.recent
+        for layer, tokens in cached.items():
+            old = Tokens(*(getattr(tokens, name)[:, :, :split] for name in tokens.__dataclass_fields__))
+            result |= {f"{name}.{layer}": t for name, t in self.compress[layer](old).items()}
+        free = state.window - state.recent
+        rows = [cached[layer] for layer in range(state.decoder.num_layers)]
+        dtype = getattr(torch, state.recipe.window.dtype)
+        result["key_window"] = pad(torch.stack([t.key[:, :, split:] for t in rows]), (0, 0, 0, free)).to(dtype)
+        result["value_window"] = pad(torch.stack([t.value[:, :, split:] for t in rows]), (0, 0, 0, free)).to(dtype)
+        result["window_mass"] = pad(torch.stack([t.mass[:, :, split:] for t in rows]), (0, free))
+        result["window_bias"] = pad(empty[:, split:], (0, free), value=-torch.inf)
+        result["window_positions"] = pad(places[:, split:], (0, free), value=-1)
+        return result
+
+
+class Decode(_Decoding):
+    """One token's embedding and the state -> logits and the rows to write into the window."""
+
+    kind = "decode"
+
+    def __init__(self, state: State, statistics: list[KeyStatistics] | None):
+        super().__init__(state, statistics)
+        specs = {name: spec for name, spec in state.specs().items() if "positions" not in name}
+        self._takes(
+            TensorSpec("embedding", "float32", [state.batch, 1, state.decoder.hidden_size]),
+            TensorSpec("position", "int32", [state.batch, 1]),
+            *specs.values(),
+        )
+        masses = [name for name in specs if "_mass" in name]
+        self.outputs = ["logits", "new_key", "new_value", *(["new_mass", *(NEW + name for name in masses)] if masses else [])]
+
+    def compute(self, embedding: Tensor, position: Tensor, **state: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        new: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        itself = torch.zeros(self.state.batch, 1)
+        window_bias = torch.cat([state["window_bias"], itself], dim=1)[:, None]  # [B, 1, W+1]
+
+        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            key = self.centred(key, layer)
+            store = self.state_of(state, layer)
+            key_window = torch.cat([state["key_window"][layer].float(), key], dim=2)
+            value_window = torch.cat([state["value_window"][layer].float(), value], dim=2)
+            recent = (store["store_bias"], key_window, value_window, window_bias, scale)
+            if self.state.recipe.store == "int8":
+                key_scale = self.compress[layer].key_scale[None, :, None]
+                output, on_store, on_window = torch.ops.unicache.quant_kv_attention(
+                    query, store["key_store"], key_scale, store["value_store"], store["value_scale"], *recent
+                )
+            else:
+                rows = (store["key_store"].float(), store["value_store"].float())
+                output, on_store, on_window = store_window_attention(query, *rows, *recent)
+            new[layer] = (key, value, on_store, on_window)
+            return output
+
+        result = {"logits": self.logits(embedding, position, attention)}
+        rows = [new[layer] for layer in range(self.state.decoder.num_layers)]
+        dtype = getattr(torch, self.state.recipe.window.dtype)
+        result["new_key"] = torch.stack([key for key, *_ in rows]).to(dtype)
+        result["new_value"] = torch.stack([value for _, value, *_ in rows]).to(dtype)
+        if self.state.compacts:
+            on_window = torch.stack([mass for *_, mass in rows])  # [L, B, Hkv, W+1]
+            result["new_window_mass"] = state["window_mass"] + on_window[..., :-1]
+            result["new_mass"] = on_window[..., -1:]
+            for layer, (_, _, on_store, _) in enumerate(rows):
+                result[f"new_store_mass.{layer}"] = state[f"store_mass__{layer}"] + on_store
+        return result
+
+
+class Compact(_Stateful):
+    """A full window and the store -> a new store, and a window with only its last `recent` tokens."""
+
+    kind = "compact"
+
+    def __init__(self, state: State, statistics: list[KeyStatistics] | None):
+        super().__init__(state, statistics)
+        self._takes(*state.specs().values())
+        self.outputs = [NEW + name for name in state.specs()]
+
+    def compute(self, **state: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        window, kept = self.state.window, self.state.recent
+        old, heads = window - kept, (-1, self.state.decoder.num_kv_heads, -1)
+        result = {}
+        for layer, compress in enumerate(self.compress):
+            store = self.state_of(state, layer)
+            slots = Tokens(
+                *compress.restore(store),
+                positions=store["store_positions"],
+                bias=store["store_bias"].float(),
+                mass=store["store_mass"],
+            )
+            rows = Tokens(
+                key=state["key_window"][layer, :, :, :old].float(),
+                value=state["value_window"][layer, :, :, :old].float(),
+                positions=state["window_positions"][:, None, :old].expand(heads),
+                bias=state["window_bias"][:, None, :old].expand(heads),
+                mass=state["window_mass"][layer, :, :, :old],
+            )
+            result |= {f"{name}.{layer}": t for name, t in compress(slots + rows).items()}
+        for name in ("key_window", "value_window"):
+            result[name] = pad(state[name][:, :, :, old:], (0, 0, 0, old))
+        result["window_mass"] = pad(state["window_mass"][..., old:], (0, old))
+        result["window_bias"] = pad(state["window_bias"][:, old:], (0, old), value=-torch.inf)
+        result["window_positions"] = pad(state["window_positions"][:, old:], (0, old), value=-1)
+        return {NEW + name: tensor for name, tensor in result.items()}

@@ -1,0 +1,207 @@
+"""The two custom ONNX operators, domain `unicache`: what they compute, stated once in PyTorch and once in ONNX.
+
+Each is a `torch.library` operator, so that `torch.export` keeps it as one node, with the exact computation as its
+eager implementation; a fake implementation gives its shapes; and an ONNX model-local function made of standard
+operators lets the same file run in any ONNX Runtime or TensorRT with nothing installed. A kernel registered under the
+same domain and name takes the function's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+import torch
+from onnx.defs import OpSchema
+from onnxscript import FLOAT, INT32, script
+from onnxscript import opset20 as op
+from onnxscript.values import OnnxFunction, Op, Opset
+from torch import Tensor
+
+from export.attention import store_window_attention
+
+DOMAIN, DOMAIN_VERSION = "unicache", 1
+UNICACHE = Opset(DOMAIN, DOMAIN_VERSION)
+
+
+@torch.library.custom_op("unicache::quant_kv_attention", mutates_args=())
+def quant_kv_attention(
+    query: Tensor,
+    key_store: Tensor,
+    key_scale: Tensor,
+    value_store: Tensor,
+    value_scale: Tensor,
+    store_bias: Tensor,
+    key_window: Tensor,
+    value_window: Tensor,
+    window_bias: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of a few queries over a quantized store and a full-precision window.
+
+    Args:
+        query: after RoPE, [batch, heads, queries, head_dim].
+        key_store, value_store: int8, [batch, kv_heads, slots, head_dim]; a dequantized row is `row * scale`.
+        key_scale, value_scale: broadcast to the rows: per channel [1, kv_heads, 1, head_dim] or per token
+            [batch, kv_heads, slots, 1].
+        store_bias: added to every query's logits, [batch, kv_heads, slots]: 0 a token, -inf empty, log(n) n merged.
+        key_window, value_window: [batch, kv_heads, window, head_dim], the new tokens' own rows included.
+        window_bias: [batch, queries, window], -inf where a query must not look.
+        scale: softmax scale.
+
+    Returns:
+        output [batch, heads, queries, head_dim], and the attention every slot received, summed over the queries and
+        averaged over the query heads of its KV head: store_mass [batch, kv_heads, slots], window_mass
+        [batch, kv_heads, window]. Where everything is masked the output is finite.
+    """
+    key = key_store.to(query.dtype) * key_scale.to(query.dtype)
+    value = value_store.to(query.dtype) * value_scale.to(query.dtype)
+    return store_window_attention(query, key, value, store_bias, key_window, value_window, window_bias, scale)
+
+
+@quant_kv_attention.register_fake
+def _(query, key_store, key_scale, value_store, value_scale, store_bias, key_window, value_window, window_bias, scale):
+    batch, kv_heads, slots, _ = key_store.shape
+    window = key_window.shape[2]
+    return torch.empty_like(query), query.new_empty(batch, kv_heads, slots), query.new_empty(batch, kv_heads, window)
+
+
+@torch.library.custom_op("unicache::topk_gather", mutates_args=())
+def topk_gather(
+    score: Tensor, key: Tensor, value: Tensor, positions: Tensor, bias: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Keep the `k` best tokens of every head, in their original order.
+
+    Args:
+        score: [batch, kv_heads, tokens], float32; of equal scores the lowest index wins.
+        key, value: [batch, kv_heads, tokens, head_dim].
+        positions: [batch, kv_heads, tokens], int32.
+        bias: [batch, kv_heads, tokens].
+        k: tokens kept, at most `tokens`.
+
+    Returns:
+        key, value, positions and bias of the kept tokens, and their indices [batch, kv_heads, k], int64, ascending.
+    """
+    index = score.sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(dim=-1).values
+    rows = index[..., None].expand(*index.shape, key.shape[-1])
+    return key.gather(2, rows), value.gather(2, rows), positions.gather(2, index), bias.gather(2, index), index
+
+
+@topk_gather.register_fake
+def _(score, key, value, positions, bias, k):
+    batch, heads, _, head_dim = key.shape
+    rows, slots = (batch, heads, k, head_dim), (batch, heads, k)
+    return (
+        key.new_empty(rows),
+        value.new_empty(rows),
+        positions.new_empty(slots),
+        bias.new_empty(slots),
+        score.new_empty(slots, dtype=torch.int64),
+    )
+
+
+# The function bodies. Every output is named, used or not: an unused one called `_` twice ends TensorRT's builder.
+
+
+@script(UNICACHE, default_opset=op)
+def QuantKVAttention(
+    query: FLOAT,
+    key_store,
+    key_scale,
+    value_store,
+    value_scale,
+    store_bias,
+    key_window: FLOAT,
+    value_window: FLOAT,
+    window_bias: FLOAT,
+    scale: float,
+):
+    key = op.CastLike(key_store, query) * op.CastLike(key_scale, query)
+    value = op.CastLike(value_store, query) * op.CastLike(value_scale, query)
+    heads = op.Shape(key_store, start=0, end=2)
+    queries = op.Shape(query, start=2, end=3)
+    slots = op.Shape(key_store, start=2, end=3)
+    window = op.Shape(key_window, start=2, end=3)
+    rest = op.Constant(value_ints=[-1])
+    head_dim = op.Shape(query, start=3, end=4)
+    # The query heads of a group share their keys: they become more rows of one product, [B, Hkv, G*T, D].
+    grouped = op.Reshape(query, op.Concat(heads, rest, head_dim, axis=0))
+    factor = op.CastLike(op.Constant(value_float=scale), query)
+    store = op.MatMul(grouped, op.Transpose(key, perm=[0, 1, 3, 2])) * factor
+    recent = op.MatMul(grouped, op.Transpose(key_window, perm=[0, 1, 3, 2])) * factor
+    lowest = op.CastLike(op.Constant(value_float=-1e4), query)
+    store_mask = op.Unsqueeze(op.Max(op.CastLike(store_bias, query), lowest), op.Constant(value_ints=[2, 3]))
+    window_mask = op.Unsqueeze(op.Max(op.CastLike(window_bias, query), lowest), op.Constant(value_ints=[1, 2]))
+    store5 = op.Reshape(store, op.Concat(heads, rest, queries, slots, axis=0)) + store_mask
+    recent5 = op.Reshape(recent, op.Concat(heads, rest, queries, window, axis=0)) + window_mask
+    attention = op.Softmax(op.Concat(store5, recent5, axis=-1), axis=-1)
+    on_store, on_window = op.Split(attention, op.Concat(slots, window, axis=0), axis=-1)
+    store_rows = op.Reshape(on_store, op.Concat(heads, rest, slots, axis=0))
+    window_rows = op.Reshape(on_window, op.Concat(heads, rest, window, axis=0))
+    mixed = op.MatMul(store_rows, value) + op.MatMul(window_rows, value_window)
+    output = op.Reshape(mixed, op.Shape(query))
+    count = op.CastLike(queries, query)
+    average = op.Constant(value_ints=[2, 3])
+    store_mass = op.ReduceMean(on_store, average, keepdims=0) * count
+    window_mass = op.ReduceMean(on_window, average, keepdims=0) * count
+    return output, store_mass, window_mass
+
+
+@script(UNICACHE, default_opset=op)
+def TopKGather(score: FLOAT, key: FLOAT, value: FLOAT, positions: INT32, bias: FLOAT, k: int):
+    count = op.Reshape(op.Constant(value_int=k), op.Constant(value_ints=[1]))
+    best, chosen = op.TopK(score, count, axis=-1, largest=1, sorted=1)
+    index, order = op.TopK(chosen, count, axis=-1, largest=0, sorted=1)
+    head_dim = op.Shape(key, start=3)
+    rows = op.Expand(op.Unsqueeze(index, op.Constant(value_ints=[-1])), op.Concat(op.Shape(index), head_dim, axis=0))
+    kept_key = op.GatherElements(key, rows, axis=2)
+    kept_value = op.GatherElements(value, rows, axis=2)
+    kept_positions = op.GatherElements(positions, index, axis=2)
+    kept_bias = op.GatherElements(bias, index, axis=2)
+    return kept_key, kept_value, kept_positions, kept_bias, index
+
+
+OPERATORS = {"quant_kv_attention": QuantKVAttention, "topk_gather": TopKGather}
+
+
+def functions() -> dict[str, ir.Function]:
+    """ONNX function bodies by operator name."""
+    return {f.name: ir.from_proto(f.to_function_proto()) for f in OPERATORS.values()}
+
+
+def _schema(function: OnnxFunction) -> OpSchema:
+    """An ONNX schema with the body's inputs, outputs and attributes: what the exporter wants to see of an operator."""
+
+    def parameters(values) -> list[OpSchema.FormalParameter]:
+        return [OpSchema.FormalParameter(value.name, f"T_{value.name}") for value in values]
+
+    body = function.function_ir
+    types = [f"tensor({t})" for t in ("float", "float16", "int8", "int32", "int64")]
+    return OpSchema(
+        body.name,
+        DOMAIN,
+        DOMAIN_VERSION,
+        inputs=parameters(body.inputs),
+        outputs=parameters(body.outputs),
+        type_constraints=[(f"T_{value.name}", types, "") for value in (*body.inputs, *body.outputs)],
+        attributes=[
+            OpSchema.Attribute(attribute.name, OpSchema.AttrType(int(attribute.type)), "", required=True)
+            for attribute in body.attrs
+        ],
+    )
+
+
+def translations() -> dict[Callable, Callable]:
+    """For `torch.onnx.export`: each PyTorch operator becomes one node of our domain, not its inlined body."""
+
+    def node_of(function: OnnxFunction) -> Callable:
+        attributes = [attribute.name for attribute in function.function_ir.attrs]
+        operator = Op(UNICACHE, function.name, _schema(function))
+
+        def node(*args):
+            inputs, values = args[: -len(attributes)], args[-len(attributes) :]
+            return operator(*inputs, **dict(zip(attributes, values, strict=True)))
+
+        return node
+
+    return {getattr(torch.ops.unicache, name).default: node_of(f) for name, f in OPERATORS.items()}

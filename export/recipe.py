@@ -1,0 +1,108 @@
+"""A recipe: which stages run, with which knobs. A TOML file, checked on load."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from engines.config import parse
+from engines.errors import UserError
+from export.stages.cosine_budget import CosineBudget
+from export.stages.diversity import Diversity
+from export.stages.int8 import Int8
+from export.stages.protect import Protect
+from export.stages.window_importance import WindowImportance
+
+PRESETS = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The last tokens, in full precision.
+
+    Attributes:
+        share: W as a share of the bucket, clamped to `least` .. `most` tokens.
+        recent: share of W that stays in the window when it is compacted, r; the other W - r slots are free for new
+            tokens, so compaction costs something every W - r steps.
+        compact: whether a full window is compacted into the store; if not, generation ends when it is full.
+        dtype: of the window's keys and values.
+    """
+
+    share: float = 1 / 64
+    least: int = 8
+    most: int = 64
+    recent: float = 0.25
+    compact: bool = True
+    dtype: Literal["float32", "float16"] = "float16"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"1 <= least <= most is needed, got {self.least} and {self.most}")
+        if not (0 <= self.share and 0 <= self.recent < 1):
+            raise ValueError("share must be at least 0 and recent in [0, 1)")
+        if self.compact and self.least < 2:
+            raise ValueError("a window that is compacted needs at least 2 tokens")
+
+    def sizes(self, bucket: int) -> tuple[int, int]:
+        """W and r for prompts of up to `bucket` tokens."""
+        window = min(max(round(self.share * bucket), self.least), self.most)
+        return window, round(self.recent * window)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One compression level. Each table of the TOML file is a stage; what is left out has the stage's defaults.
+
+    Attributes:
+        description: one line for `runtime info`.
+        perception: visual tokens that enter the language model.
+        importance: score of a cached token.
+        budget: slots per layer.
+        protect: tokens never dropped.
+        store: dtype of the store's rows; "int8" quantizes by the `int8` table.
+    """
+
+    name: str
+    description: str = ""
+    perception: Diversity = field(default_factory=Diversity)
+    importance: WindowImportance = field(default_factory=WindowImportance)
+    budget: CosineBudget = field(default_factory=CosineBudget)
+    protect: Protect = field(default_factory=Protect)
+    store: Literal["int8", "float16", "float32"] = "int8"
+    int8: Int8 = field(default_factory=Int8)
+    window: Window = field(default_factory=Window)
+
+    def __post_init__(self) -> None:
+        if not self.name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"a recipe's name is letters, digits, '-' and '_', got {self.name!r}")
+
+    def settings(self) -> dict[str, Any]:
+        """Plain data for the manifest; `parse(Recipe, ...)` reads it back."""
+        return dataclasses.asdict(self)
+
+
+def presets() -> list[str]:
+    return sorted(p.stem for p in PRESETS.glob("*.toml"))
+
+
+def load(name_or_file: str) -> Recipe:
+    """Load a preset by name or a recipe by its file.
+
+    Raises:
+        UserError: no such recipe, no valid TOML, an unknown or ill-typed key.
+    """
+    path = Path(name_or_file)
+    if path.suffix != ".toml":
+        path = PRESETS / f"{name_or_file}.toml"
+        if not path.is_file():
+            raise UserError(f"no recipe {name_or_file!r}: presets are {', '.join(presets())}, or give a .toml file")
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"recipe file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"recipe file {path} cannot be read: {error}") from error
+    return parse(Recipe, {"name": path.stem, **data}, path.name)

@@ -1,0 +1,4 @@
+"""The compression stages, one a file: perception -> importance -> budget -> protect -> quantize.
+
+The order is part of the method: quantization comes last, so that scores do not see its noise.
+"""

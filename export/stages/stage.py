@@ -1,0 +1,20 @@
+"""What every compression stage is: a dataclass of knobs that is also an exportable module without weights."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class Stage(nn.Module):
+    """Base of the stages. A subclass is decorated with `@dataclass(eq=False)`; its fields are its knobs.
+
+    `nn.Module` must be initialised before a dataclass sets its fields, hence `__new__`.
+    """
+
+    def __new__(cls, *_args, **_kwargs):
+        self = super().__new__(cls)
+        nn.Module.__init__(self)
+        return self
+
+    def __init__(self) -> None:
+        """Nothing to do: `__new__` has initialised the module."""

@@ -1,0 +1,129 @@
+"""A graph module -> a static-shape `.onnx` file that shares its weights with every other graph of the bundle."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+from onnxscript.optimizer import fold_constants
+from torch import Tensor
+
+from engines import bundle
+from engines.bundle import TensorSpec
+from export.graphs import Graph
+from export.operators import DOMAIN, functions, translations
+
+OPSET = 20
+PAGE = 4096  # weights are aligned to pages, so that they can be memory-mapped
+INLINE = 256  # smaller constants stay in the .onnx file
+
+
+class WeightFile:
+    """Every weight once, by content: graphs of one model name and transpose their weights alike."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._stream = (folder / bundle.WEIGHTS).open("wb")
+        self._known: dict[bytes, int] = {}
+
+    def __enter__(self) -> WeightFile:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stream.close()
+
+    def add(self, data: bytes) -> int:
+        """Offset of `data` in the file, written now if it is not there yet."""
+        key = hashlib.sha256(data).digest()
+        if key not in self._known:
+            self._stream.write(b"\0" * (-self._stream.tell() % PAGE))
+            self._known[key] = self._stream.tell()
+            self._stream.write(data)
+            self._stream.flush()
+        return self._known[key]
+
+    def externalize(self, model: ir.Model) -> None:
+        """Move the graph's large constants into the file."""
+        for value in model.graph.initializers.values():
+            tensor = value.const_value
+            if tensor is None or tensor.nbytes <= INLINE:
+                continue
+            offset = self.add(tensor.tobytes())
+            value.const_value = ir.ExternalTensor(
+                bundle.WEIGHTS,
+                offset,
+                tensor.nbytes,
+                ir.DataType(tensor.dtype),
+                shape=ir.Shape(tensor.shape.dims),
+                name=value.name or "",
+                base_dir=str(self.folder),
+            )
+
+
+def example(spec: TensorSpec) -> Tensor:
+    """A tensor of the spec's shape and dtype; what it holds does not matter to the export."""
+    return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+
+
+def export(graph: Graph, name: str, weights: WeightFile) -> bundle.Graph:
+    """Export `graph` as `name`.onnx into the folder of `weights` and describe it."""
+    specs = list(graph.inputs.values())
+    inputs = tuple(example(spec) for spec in specs)
+    with torch.no_grad(), _quiet():
+        onnx_program = torch.onnx.export(
+            torch.export.export(graph.eval(), inputs, strict=False),
+            input_names=[spec.name for spec in specs],
+            output_names=graph.outputs,
+            opset_version=OPSET,
+            custom_translation_table=translations(),
+            dynamo=True,
+            optimize=False,  # its pattern rewriting takes as long as all the rest and gains nothing here
+            verbose=False,
+        )
+    assert onnx_program is not None
+    model = onnx_program.model
+    _tidy(model)
+    used = {node.op_type for node in model.graph if node.domain == DOMAIN}
+    for operator, function in functions().items():
+        if operator in used:
+            model.functions[function.identifier()] = function
+    weights.externalize(model)
+    file = f"{name}.onnx"
+    ir.save(model, weights.folder / file)
+    return bundle.Graph(graph.kind, file, specs, [_spec(output) for output in model.graph.outputs])
+
+
+def _tidy(model: ir.Model) -> None:
+    """Fold constants, merge equal nodes, drop unused ones and the exporter's notes of where each node came from."""
+    fold_constants(model)
+    passes = ir.passes.Sequential(common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass())
+    passes(model)
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+
+
+def _spec(value: ir.Value) -> TensorSpec:
+    assert value.name and value.shape is not None and value.dtype is not None
+    return TensorSpec(value.name, str(np.dtype(value.dtype.numpy())), [int(d) for d in value.shape.dims])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter's notes about its own internals are nothing a user can act on."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

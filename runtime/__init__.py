@@ -1,0 +1,33 @@
+"""The lean runtime: open a bundle, ask it about images. numpy, Pillow, tokenizers, jinja2 and one backend.
+
+>>> import runtime
+>>> vlm = runtime.open("build/demo-vlm")
+>>> print(vlm.generate("what color is the shape?", images=["shape.png"]).text)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.model import VLM
+
+__all__ = ["open"]
+
+
+def open(path: str | Path, backend: str = "auto", level: str | None = None, threads: int | None = None) -> VLM:
+    """Open a bundle: check every byte of it, choose a backend and a compression level.
+
+    Args:
+        path: the folder that export/build.py wrote.
+        backend: `auto`, `ort`, `trt-rtx` or `trt`.
+        level: one of the bundle's compression levels; None takes its default.
+        threads: CPU threads; None lets the backend choose.
+
+    Raises:
+        UserError: the bundle is damaged or foreign, the backend cannot run it here, or it has no such level.
+    """
+    from runtime.model import VLM  # here, so that `import runtime` stays quick
+
+    return VLM.open(path, backend, level, threads)

@@ -1,0 +1,130 @@
+"""python -m runtime ask BUNDLE --image FILE "question"  |  python -m runtime info BUNDLE"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from engines.backend import Status
+from engines.errors import Parser, command
+
+BYTES = 1024
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = _parser().parse_args(argv)
+    arguments.run(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m runtime",
+        description="Ask a compressed vision-language model about images.",
+        epilog='example:  python -m runtime ask build/demo-vlm --image shape.png "what color is the shape?"',
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    ask = commands.add_parser("ask", help="ask one question about one or several images")
+    ask.set_defaults(run=_ask)
+    ask.add_argument("bundle", help="folder that export/build.py wrote")
+    ask.add_argument("question")
+    ask.add_argument("--image", action="append", default=[], metavar="FILE", help="repeat it for several images")
+    ask.add_argument("--level", help="compression level (default: the bundle's; `info` lists them)")
+    ask.add_argument("--backend", default="auto", help="auto, ort, trt-rtx or trt (default: auto)")
+    ask.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
+    ask.add_argument("--question-later", action="store_true", help="compress the images before the question is known")
+    ask.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the backend's choice)")
+    ask.add_argument("--json", action="store_true", help="print one JSON object instead of the answer")
+
+    info = commands.add_parser("info", help="what a bundle holds and what can run it here")
+    info.set_defaults(run=_info)
+    info.add_argument("bundle", help="folder that export/build.py wrote")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _ask(arguments: argparse.Namespace) -> None:
+    import runtime
+
+    vlm = runtime.open(arguments.bundle, arguments.backend, arguments.level, arguments.threads)
+    stream = vlm.generate(
+        arguments.question,
+        images=arguments.image,
+        max_new_tokens=arguments.max_new_tokens,
+        stream=True,
+        question_later=arguments.question_later,
+    )
+    for piece in stream:
+        if not arguments.json:
+            print(piece, end="", flush=True)
+    result, stats = stream.result, stream.result.stats
+    if arguments.json:
+        values = dataclasses.asdict(stats)
+        values |= {"answer": result.text, "tokens": result.tokens, "seconds_by_part": stats.seconds}
+        print(json.dumps(values | {"seconds": sum(stats.seconds.values())}))
+        return
+    print()
+    print(
+        f"[{stats.level}, {stats.backend} ({stats.provider}); {stats.prompt_tokens} prompt tokens, "
+        f"{stats.visual_tokens} visual tokens kept; KV {stats.kv_bytes / BYTES:.0f} KiB, "
+        f"uncompressed {stats.kv_bytes_uncompressed / BYTES:.0f} KiB; {stats.generated_tokens} tokens, "
+        f"{sum(stats.seconds.values()):.2f} s, stopped by {stats.stop_reason}]",
+        file=sys.stderr,
+    )
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from engines import bundle as bundles
+    from runtime.backends import NAMES, status
+
+    bundle = bundles.read(Path(arguments.bundle))
+    manifest = bundle.manifest
+    levels = {name: dataclasses.asdict(level) for name, level in manifest.levels.items()}
+    default = manifest.levels[manifest.default_level]
+    values: dict[str, Any] = {
+        "model": dataclasses.asdict(manifest.model),
+        "level": manifest.default_level,
+        "recipe": default.recipe,
+        "buckets": [bucket.length for bucket in default.buckets],
+        "capacities": {str(bucket.length): bucket.capacities for bucket in default.buckets},
+        "levels": levels,
+        "backends": {name: _backend(status(name, bundle)) for name in NAMES},
+        "tools": manifest.tools,
+        "files": {name: dataclasses.asdict(file) for name, file in manifest.files.items()},
+    }
+    if arguments.json:
+        print(json.dumps(values))
+        return
+    model = manifest.model
+    print(
+        f"{bundle.path}: {model.model_type}, {model.num_layers} layers, {model.num_kv_heads} KV heads of "
+        f"{model.head_dim}, {model.image_tokens} tokens an image"
+    )
+    for name, level in manifest.levels.items():
+        print(f"\nlevel {name}{' (default)' if name == manifest.default_level else ''}: ", end="")
+        print(f"{level.visual_tokens} visual tokens an image kept")
+        for bucket in level.buckets:
+            compacts = "compacts" if bucket.compact else "never compacts"
+            print(
+                f"  up to {bucket.length:5} tokens: store {', '.join(map(str, bucket.capacities))} slots a layer, "
+                f"window {bucket.window} ({bucket.recent} recent, {compacts})"
+            )
+    print("\nbackends")
+    for name, backend in values["backends"].items():
+        print(f"  {name:8} {'yes' if backend['available'] else 'no '}  {backend['reason']}")
+    print(f"\nfiles ({sum(file.bytes for file in manifest.files.values()) / 2**20:.1f} MiB)")
+    for name, file in manifest.files.items():
+        print(f"  {file.bytes:12,}  {name}")
+
+
+def _backend(status: Status) -> dict[str, Any]:
+    return {"available": status.available, "reason": status.reason}
+
+
+if __name__ == "__main__":
+    sys.exit(command(main)())

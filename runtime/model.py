@@ -1,0 +1,343 @@
+"""The compressed vision-language model: images and a question in, text out.
+
+    template, tokens -> vision (per image) -> prefill -> [decode, decode, ... compact, decode, ...]
+
+All of a request's memory is its `State`; nothing is kept between requests but the loaded graphs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
+
+import numpy as np
+
+from engines import bundle as bundles
+from engines.bundle import Bucket, Bundle
+from engines.errors import UserError
+from engines.ort import OrtSession
+from engines.preprocessor import ImagePreprocessor
+from runtime import backends
+from runtime.preprocess import preprocess
+from runtime.prompt import TEXT, PromptReader, Rows, choose_bucket, lay_out, left_pad
+from runtime.state import State
+
+if TYPE_CHECKING:
+    from runtime.preprocess import ImageSource
+    from runtime.prompt import Prompt
+
+MAX_NEW_TOKENS = 64
+
+
+@dataclass
+class Stats:
+    """What a request took.
+
+    Attributes:
+        prompt_tokens: P, before visual tokens were pruned.
+        visual_tokens: kept, of all images together.
+        bucket: S, the length that the prompt was padded to.
+        kv_bytes: all state tensors as allocated: store, window, scales, positions, biases, masses.
+        kv_bytes_uncompressed: fp16 keys and values of the whole prompt and every generated token.
+        compactions: how often the window was compacted into the store.
+        seconds: by part: load, images, vision, prefill, question (when asked later), decode, compact.
+        stop_reason: `end` (the end token), `max_new_tokens`, `window_full` (this level never compacts) or
+            `max_positions` (the model's limit).
+    """
+
+    level: str
+    backend: str
+    provider: str = ""
+    prompt_tokens: int = 0
+    images: int = 0
+    visual_tokens: int = 0
+    bucket: int = 0
+    generated_tokens: int = 0
+    kv_bytes: int = 0
+    kv_bytes_uncompressed: int = 0
+    compactions: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    stop_reason: str = ""
+
+    @contextmanager
+    def time(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer; `tokens` are the generated ids without the end token (with `ignore_eos`: all)."""
+
+    text: str
+    tokens: list[int]
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is known before any graph runs."""
+
+    ids: list[int]
+    pixels: list[np.ndarray]
+    bucket: Bucket
+    max_new_tokens: int
+    ignore_eos: bool
+    question_later: bool
+
+
+class VLM:
+    """An opened bundle at one compression level. Graphs are loaded when first needed and kept."""
+
+    def __init__(self, bundle: Bundle, level: str | None = None, backend: str = "ort", threads: int | None = None):
+        manifest = bundle.manifest
+        self.bundle, self.model = bundle, manifest.model
+        self.level, self.backend, self.threads = level or manifest.default_level, backend, threads
+        if self.level not in manifest.levels:
+            raise UserError(f"no level {self.level!r} in {bundle.path}: choose {', '.join(manifest.levels)}")
+        self._level = manifest.levels[self.level]
+        self._table = bundle.embedding()
+        self._prompts = PromptReader(bundle.path, self.model)
+        self._preprocessor = ImagePreprocessor.read(bundle.path)
+        self._sessions: dict[str, OrtSession] = {}
+
+    @classmethod
+    def open(
+        cls, path: str | Path, backend: str = backends.AUTO, level: str | None = None, threads: int | None = None
+    ) -> VLM:
+        """See `runtime.open`."""
+        if threads is not None and threads < 1:
+            raise UserError(f"threads must be at least 1, got {threads}")
+        bundle = bundles.read(Path(path))
+        return cls(bundle, level, backends.choose(backend, bundle), threads)
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt,
+        images: Sequence[ImageSource] = ...,
+        max_new_tokens: int = ...,
+        stream: Literal[False] = ...,
+        ignore_eos: bool = ...,
+        question_later: bool = ...,
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt,
+        images: Sequence[ImageSource] = ...,
+        max_new_tokens: int = ...,
+        *,
+        stream: Literal[True],
+        ignore_eos: bool = ...,
+        question_later: bool = ...,
+    ) -> TextStream: ...
+
+    def generate(
+        self,
+        prompt: Prompt,
+        images: Sequence[ImageSource] = (),
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        stream: bool = False,
+        ignore_eos: bool = False,
+        question_later: bool = False,
+    ) -> Result | TextStream:
+        """Answer greedily.
+
+        Args:
+            prompt: a question, or messages with one `{"type": "image"}` for every image.
+            images: paths, PIL images or uint8 arrays [H, W, 3], in the order of the placeholders.
+            max_new_tokens: stop after so many.
+            stream: return an iterator of pieces of text, whose `.result` is there at its end.
+            ignore_eos: go on after the end token.
+            question_later: compress the images before the model has seen what follows them, as when an image is
+                cached and asked about later.
+
+        Raises:
+            UserError: at once, before anything is generated, whatever is wrong with the request.
+        """
+        stats = Stats(self.level, self.backend)
+        request = self._request(prompt, images, max_new_tokens, ignore_eos, question_later, stats)
+        text = TextStream(self, request, stats)
+        if stream:
+            return text
+        for _ in text:
+            pass
+        return text.result
+
+    def _request(
+        self,
+        prompt: Prompt,
+        images: Sequence[ImageSource],
+        max_new_tokens: int,
+        ignore_eos: bool,
+        question_later: bool,
+        stats: Stats,
+    ) -> Request:
+        """Find every mistake of the user's before the first graph runs."""
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if isinstance(images, str | Path) or not isinstance(images, Sequence):
+            raise UserError("images must be a list of images")
+        if question_later and not images:
+            raise UserError("question_later needs an image to compress before the question")
+        ids = self._prompts.ids(prompt, len(images))
+        positions = len(ids) + len(images) * (self.model.image_tokens - 1)
+        if positions >= self.model.max_positions:
+            raise UserError(
+                f"the prompt has {positions} tokens, and the model has only {self.model.max_positions} positions: "
+                "give fewer images or words"
+            )
+        bucket = choose_bucket(len(ids) + len(images) * (self._level.visual_tokens - 1), self._level)
+        with stats.time("images"):
+            pixels = [preprocess(image, self._preprocessor) for image in images]
+        return Request(ids, pixels, bucket, max_new_tokens, ignore_eos, question_later)
+
+    def tokens(self, request: Request, stats: Stats) -> Iterator[int]:
+        """Prefill, then decode: the whole of generation, one token at a time."""
+        rows, embeddings = self._embed(request, stats)
+        stats.prompt_tokens, stats.bucket = rows.total, request.bucket.length
+        split = rows.after_images if request.question_later else len(rows)
+
+        state, logits = self._prefill(embeddings[:split], rows[:split], request.bucket, stats)
+        for row in range(split, len(rows)):
+            if not self._room(state, request.bucket, stats):
+                raise UserError(
+                    f"the question does not fit into the window of {state.window} tokens, which this level never "
+                    "compacts: ask with the image (without question_later), or choose a level that compacts"
+                )
+            with stats.time("question"):
+                logits = self._decode(embeddings[row], int(rows.positions[row]), state, request.bucket)
+
+        position = rows.total
+        while True:
+            token = _argmax(logits)
+            if token in self.model.eos_token_ids and not request.ignore_eos:
+                stats.stop_reason = "end"
+                break
+            stats.generated_tokens += 1
+            yield token
+            if stats.generated_tokens == request.max_new_tokens:
+                stats.stop_reason = "max_new_tokens"
+                break
+            if position == self.model.max_positions:
+                stats.stop_reason = "max_positions"
+                break
+            if not self._room(state, request.bucket, stats):
+                stats.stop_reason = "window_full"
+                break
+            with stats.time("decode"):
+                logits = self._decode(self._table[token], position, state, request.bucket)
+            position += 1
+
+        stats.kv_bytes, stats.compactions = state.nbytes, state.compactions
+        stats.kv_bytes_uncompressed = self.model.kv_bytes(rows.total + stats.generated_tokens)
+
+    def decode_text(self, tokens: list[int]) -> str:
+        """The text of generated tokens, special ones left out."""
+        return self._prompts.decode(tokens)
+
+    def _embed(self, request: Request, stats: Stats) -> tuple[Rows, np.ndarray]:
+        """The prompt's rows, and their embeddings [T, d]: from the table for text, from the vision graph for images."""
+        visual, kept = [], []
+        for pixels in request.pixels:
+            vision = self._session(self._level.vision, stats)
+            with stats.time("vision"):
+                out = vision.run({"pixel_values": pixels})
+            visual.append(out["visual_tokens"][0])
+            kept.append(out["kept"][0])
+        rows = lay_out(request.ids, kept, self.model.image_token_id, self.model.image_tokens)
+        embeddings = np.empty((len(rows), self.model.hidden_size), np.float32)
+        text = rows.kinds == TEXT
+        embeddings[text] = self._table[rows.ids[text]]
+        if visual:
+            embeddings[~text] = np.concatenate(visual)
+        stats.images, stats.visual_tokens = len(visual), int(np.count_nonzero(~text))
+        return rows, embeddings
+
+    def _prefill(self, embeddings: np.ndarray, rows: Rows, bucket: Bucket, stats: Stats) -> tuple[State, np.ndarray]:
+        """Run the prompt at once -> the compressed state and the last token's logits [1, V]."""
+        prefill = self._session(bucket.prefill, stats)
+        self._session(bucket.decode, stats)  # loaded here, so that its time is not the first token's
+        stats.provider = prefill.provider
+        with stats.time("prefill"):
+            outputs = prefill.run(left_pad(embeddings, rows, bucket.length))
+        return State(outputs, bucket), outputs["logits"]
+
+    def _decode(self, embedding: np.ndarray, position: int, state: State, bucket: Bucket) -> np.ndarray:
+        """Run one token, embedding [d] -> logits [1, V]; its keys and values go into the window."""
+        decode = self._sessions[bucket.decode]
+        token = {
+            "embedding": np.asarray(embedding, np.float32).reshape(1, 1, -1),
+            "position": np.array([[position]], np.int32),
+        }
+        outputs = decode.run(token | state.feeds(list(decode.inputs)))
+        state.write(outputs, position)
+        return outputs["logits"]
+
+    def _room(self, state: State, bucket: Bucket, stats: Stats) -> bool:
+        """Whether the window has a free slot, after it was compacted if it had none."""
+        if state.full and bucket.compact:
+            compact = self._session(bucket.compact, stats)
+            with stats.time("compact"):
+                state.compacted(compact.run(state.feeds(list(compact.inputs))))
+        return not state.full
+
+    def _session(self, graph: str, stats: Stats) -> OrtSession:
+        if graph not in self._sessions:
+            with stats.time("load"):
+                self._sessions[graph] = backends.load(self.bundle, graph, self.threads)
+        return self._sessions[graph]
+
+
+def _argmax(logits: np.ndarray) -> int:
+    token = int(logits[0].argmax())
+    if np.isnan(logits[0, token]):  # argmax finds the first nan
+        raise UserError("the model's logits are not numbers (an overflow in a graph): build the bundle in float32")
+    return token
+
+
+class TextStream:
+    """Iterator over an answer's pieces of text; `result` is there when it has ended.
+
+    Joined, the pieces are `result.text`, unless a tokenizer's decoder rewrites text that it has already given.
+    """
+
+    def __init__(self, vlm: VLM, request: Request, stats: Stats) -> None:
+        self._pieces = self._run(vlm, request, stats)
+        self._result: Result | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def result(self) -> Result:
+        if self._result is None:
+            raise UserError("the stream has not ended yet: read it to its end, then take .result")
+        return self._result
+
+    def _run(self, vlm: VLM, request: Request, stats: Stats) -> Iterator[str]:
+        tokens: list[int] = []
+        shown = ""
+        for token in vlm.tokens(request, stats):
+            tokens.append(token)
+            text = vlm.decode_text(tokens)
+            stable = text.rstrip("\ufffd")  # half a character: the rest of its bytes comes with the next token
+            if len(stable) > len(shown) and stable.startswith(shown):
+                yield stable[len(shown) :]
+                shown = stable
+        text = vlm.decode_text(tokens)
+        if text != shown:
+            yield text[len(shown) :]
+        self._result = Result(text, tokens, stats)

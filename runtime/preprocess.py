@@ -1,0 +1,148 @@
+"""Image -> pixel_values, equal to what Hugging Face's PIL image processors make of the same image."""
+
+from __future__ import annotations
+
+import warnings
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engines.errors import UserError, one_line
+from engines.preprocessor import ImagePreprocessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PILImage
+
+    ImageSource = str | Path | PILImage | np.ndarray
+
+MAX_FILE_BYTES = 256 * 2**20
+# Only plain decoders: Pillow would hand an EPS file to an external program.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF", "TGA", "ICO")
+
+
+def load_rgb(source: ImageSource) -> np.ndarray:
+    """Read an image as Hugging Face does, which differs by where it comes from.
+
+    A file is turned upright by its EXIF tag and loses its alpha channel (`load_image`); a PIL image or an array is
+    taken as it is. What is transparent then is composited onto white (`convert_to_rgb`).
+
+    Args:
+        source: path, PIL image, or uint8 array [H, W], [H, W, 1], [H, W, 3] or [H, W, 4].
+
+    Returns:
+        uint8 [H, W, 3].
+
+    Raises:
+        UserError: the file is missing, truncated, too large or no image; or the array is no image.
+    """
+    from PIL import Image  # here, so that `import runtime` stays quick
+
+    if isinstance(source, np.ndarray):
+        return _array_rgb(source)
+    if isinstance(source, Image.Image):
+        return _image_rgb(source)
+    if isinstance(source, str | Path):
+        return _file_rgb(Path(source))
+    raise UserError(f"image must be a path, a PIL image or an array, got {type(source).__name__}")
+
+
+def _file_rgb(path: Path) -> np.ndarray:
+    from PIL import Image, ImageOps
+
+    if not path.is_file():  # also refuses pipes and devices, which would block or never end
+        raise UserError(f"{path}: {'not a file' if path.exists() else 'no such image file'}")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise UserError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB: shrink the image")
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns above MAX_IMAGE_PIXELS (89 megapixels) and refuses only twice that: refuse both, unread.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            Image.init()
+            with Image.open(path, formats=[kind for kind in FORMATS if kind in Image.OPEN]) as image:
+                return _composited(ImageOps.exif_transpose(image).convert("RGB"))
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise UserError(f"{path}: too many pixels: shrink the image ({one_line(error)})") from error
+    except Exception as error:  # a decoder fails in many ways, and each of them is this file's fault
+        raise UserError(f"{path}: not a readable image: {one_line(error)}") from error
+
+
+def _image_rgb(image: PILImage) -> np.ndarray:
+    try:
+        pixels = _composited(image)
+    except Exception as error:  # opened lazily by the caller: its file may be truncated
+        raise UserError(f"not a readable image: {one_line(error)}") from error
+    return _not_empty(pixels)
+
+
+def _composited(image: PILImage) -> np.ndarray:
+    """`convert_to_rgb`: onto white where the image is transparent, by an alpha channel or a transparent color."""
+    from PIL import Image
+
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+    return np.array(image.convert("RGB"))
+
+
+def _array_rgb(array: np.ndarray) -> np.ndarray:
+    if array.dtype != np.uint8:
+        raise UserError(f"image array must be uint8 (0 to 255), got {array.dtype}")
+    if array.ndim == 2:
+        array = array[..., None]
+    if array.ndim != 3 or array.shape[-1] not in (1, 3, 4):
+        raise UserError(f"image array must be [H, W], [H, W, 1], [H, W, 3] or [H, W, 4], got {list(array.shape)}")
+    _not_empty(array)
+    if array.shape[-1] == 1:
+        return np.repeat(array, 3, axis=-1)
+    if array.shape[-1] == 4:
+        alpha = array[..., 3:] / 255
+        return np.round(alpha * array[..., :3] + (1 - alpha) * 255).astype(np.uint8)
+    return array
+
+
+def _not_empty(pixels: np.ndarray) -> np.ndarray:
+    if pixels.size == 0:
+        raise UserError(f"the image is empty: {pixels.shape[1]} x {pixels.shape[0]} pixels")
+    return pixels
+
+
+def preprocess(source: ImageSource, settings: ImagePreprocessor) -> np.ndarray:
+    """Load, resize, crop, rescale and normalise one image.
+
+    Returns:
+        float32 [1, 3, H, W].
+    """
+    pixels = load_rgb(source)
+    if settings.resize is not None:
+        pixels = _resize(pixels, settings.resize, settings.resample)
+    if settings.crop is not None:
+        pixels = _crop(pixels, settings.crop["height"], settings.crop["width"])
+    scaled = (pixels.astype(np.float64) * settings.rescale).astype(np.float32)
+    normal = (scaled - np.array(settings.mean, np.float32)) / np.array(settings.std, np.float32)
+    return np.ascontiguousarray(normal.transpose(2, 0, 1)[None])
+
+
+def _resize(pixels: np.ndarray, size: dict[str, int], resample: int) -> np.ndarray:
+    from PIL import Image
+
+    height, width = pixels.shape[:2]
+    if edge := size.get("shortest_edge"):
+        long = int(edge * max(height, width) / min(height, width))
+        new = (edge, long) if height <= width else (long, edge)
+    else:
+        new = (size["height"], size["width"])
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and new[0] * new[1] > limit:
+        raise UserError(f"image of {width} x {height} pixels is too narrow: it would be resized to {new[1]} x {new[0]}")
+    return np.array(Image.fromarray(pixels).resize((new[1], new[0]), Image.Resampling(resample)))
+
+
+def _crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Centre crop; an image smaller than the crop is centred on black first, odd remainders going to the top left."""
+    missing = [max(0, wanted - had) for wanted, had in zip((height, width), pixels.shape, strict=False)]
+    before = [ceil(m / 2) for m in missing]
+    pixels = np.pad(pixels, [(b, m - b) for b, m in zip(before, missing, strict=True)] + [(0, 0)])
+    top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
+    return pixels[top : top + height, left : left + width]

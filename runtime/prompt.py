@@ -1,0 +1,223 @@
+"""Messages -> token ids -> the rows of a prefill: template, tokenizer, images expanded, padded on the left."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engines.bundle import Bucket, Level, Model
+from engines.config import read_json
+from engines.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    import jinja2
+    from tokenizers import Tokenizer
+
+    Prompt = str | Sequence[Mapping[str, Any]]
+
+PADDING, TEXT, VISUAL = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A prompt of T rows, one a token that the model sees; an image has as many as were kept of it.
+
+    Attributes:
+        ids: token ids, int64 [T]; the image token's id in a visual row.
+        positions: int32 [T], counted in the prompt before pruning.
+        kinds: TEXT or VISUAL, int32 [T].
+        total: P, tokens of the prompt before pruning.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    kinds: np.ndarray
+    total: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> Rows:
+        return Rows(self.ids[part], self.positions[part], self.kinds[part], self.total)
+
+    @property
+    def after_images(self) -> int:
+        """Index of the first row after the last image."""
+        return int(np.flatnonzero(self.kinds == VISUAL)[-1]) + 1
+
+
+def lay_out(ids: Sequence[int], kept: Sequence[np.ndarray], image_token_id: int, image_tokens: int) -> Rows:
+    """Expand every image placeholder to the rows that were kept of its image.
+
+    Args:
+        ids: token ids with one placeholder an image.
+        kept: of each image, the ascending indices of its kept tokens, [K].
+        image_token_id: the placeholder.
+        image_tokens: N, positions that an image takes, however many of them are kept.
+    """
+    pieces, start, images = [], 0, iter(kept)
+    for token in ids:
+        offsets, kind, length = (next(images), VISUAL, image_tokens) if token == image_token_id else ([0], TEXT, 1)
+        pieces.append([(token, start + int(offset), kind) for offset in offsets])
+        start += length
+    table = np.array([row for piece in pieces for row in piece], dtype=np.int64).reshape(-1, 3)
+    return Rows(table[:, 0], table[:, 1].astype(np.int32), table[:, 2].astype(np.int32), start)
+
+
+def choose_bucket(tokens: int, level: Level) -> Bucket:
+    """The shortest bucket that holds a prompt of `tokens` rows.
+
+    Raises:
+        UserError: it is longer than the longest bucket.
+    """
+    buckets = sorted(level.buckets, key=lambda bucket: bucket.length)
+    for bucket in buckets:
+        if tokens <= bucket.length:
+            return bucket
+    raise UserError(
+        f"the prompt has {tokens} tokens ({level.visual_tokens} of every image), more than the longest bucket's "
+        f"{buckets[-1].length}: give fewer images or words, or rebuild with  python export/build.py --buckets {tokens}"
+    )
+
+
+def left_pad(embeddings: np.ndarray, rows: Rows, length: int) -> dict[str, np.ndarray]:
+    """The inputs of a prefill graph: `embeddings` [1, S, d], `positions` [1, S] and `kinds` [1, S].
+
+    Args:
+        embeddings: [T, d], the rows' embeddings.
+        rows: the T rows.
+        length: S; the first S - T rows are padding.
+    """
+    padding = length - len(rows)
+    return {
+        "embeddings": np.pad(embeddings, [(padding, 0), (0, 0)])[None],
+        "positions": np.pad(rows.positions, (padding, 0))[None],
+        "kinds": np.pad(rows.kinds, (padding, 0), constant_values=PADDING)[None],
+    }
+
+
+class PromptReader:
+    """Chat template and tokenizer of a bundle."""
+
+    def __init__(self, folder: Path, model: Model) -> None:
+        """Read `chat_template.jinja`, `tokenizer.json` and `prompt.json`.
+
+        Raises:
+            UserError: one of them is missing or not what it should be.
+        """
+        from tokenizers import Tokenizer
+
+        self._model = model
+        settings = read_json(folder / "prompt.json")
+        if not isinstance(settings, dict) or not isinstance(settings.get("add_special_tokens"), bool):
+            raise UserError(f"{folder / 'prompt.json'}: needs add_special_tokens (true or false)")
+        self._add_special_tokens: bool = settings.pop("add_special_tokens")
+        self._variables = {name: value for name, value in settings.items() if value is not None}
+        self._template = _compile(folder / "chat_template.jinja")
+        try:
+            self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises a bare Exception
+            raise UserError(f"{folder / 'tokenizer.json'}: not a tokenizer: {one_line(error)}") from error
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+
+    def text(self, prompt: Prompt, images: int) -> str:
+        """Render the chat template; a plain string is one user message, its images first, then the text.
+
+        Raises:
+            UserError: the question is empty, the messages have no known form, or the template refuses them.
+        """
+        import jinja2
+
+        messages = _messages(prompt, images)
+        try:
+            absent = {"tools": None, "documents": None}  # Hugging Face defines them, and templates ask whether it did
+            return self._template.render(messages=messages, add_generation_prompt=True, **absent, **self._variables)
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            raise UserError(f"the model's chat template refuses these messages: {one_line(error)}") from error
+
+    def ids(self, prompt: Prompt, images: int) -> list[int]:
+        """Token ids of the whole prompt, one placeholder an image.
+
+        Raises:
+            UserError: what `text` raises, or the prompt has not one placeholder an image.
+        """
+        text = self.text(prompt, images)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
+        places = ids.count(self._model.image_token_id)
+        if places != images:
+            raise UserError(
+                f"the messages have {places} image placeholder{'s' * (places != 1)}, but {images} "
+                f"image{'s were' if images != 1 else ' was'} given"
+            )
+        if ids and max(ids) >= self._model.vocab_size:
+            raise UserError(f"token {max(ids)} is outside the model's vocabulary of {self._model.vocab_size}")
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def _messages(prompt: Prompt, images: int) -> list[dict[str, Any]]:
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise UserError("the question is empty")
+        content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": prompt}]
+        return [{"role": "user", "content": content}]
+    if not isinstance(prompt, list | tuple) or not prompt:
+        raise UserError("the prompt must be a text or a list of messages")
+    for message in prompt:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise UserError(f"a message must have a role and a content, got {message!r}")
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list | tuple) or not all(_is_part(part) for part in parts):
+            raise UserError(
+                'a message\'s content must be a text or a list of {"type": "image"} and '
+                f'{{"type": "text", "text": "..."}}, got {content!r}'
+            )
+    return [dict(message) for message in prompt]
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    return part.get("type") == "image" or (part.get("type") == "text" and isinstance(part.get("text"), str))
+
+
+def _compile(path: Path) -> jinja2.Template:
+    """Compile a chat template as Hugging Face does: sandboxed, since it comes with a checkpoint."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's words for training; here it only renders them."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own filter escapes HTML
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
+    try:
+        return environment.from_string(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, jinja2.TemplateError) as error:
+        raise UserError(f"{path}: not a chat template: {one_line(error)}") from error

@@ -1,0 +1,366 @@
+"""How fast a bundle runs here, on every backend that can run it, and whether their outputs agree.
+
+    python scripts/compare_latency.py build/demo-vlm
+    python scripts/compare_latency.py build/demo-vlm --level extreme --images 4 --runs 200 --json latency.json
+    python scripts/compare_latency.py BUNDLE --image street.jpg --question "how many cars are there?"
+
+The question is asked through the runtime once, and what each graph was given is kept: every backend is measured on the
+tensors of a real request. A latency is one call of one graph, inputs and outputs in host memory. Outputs are compared
+with polygraphy. A backend that cannot run here is listed with the reason and what to type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import runtime
+from demo_vlm.data import make_page
+from engines import bundle as bundles
+from engines import ort, trt
+from engines.bundle import Bundle
+from engines.errors import UserError, command, one_line
+from runtime import backends
+from runtime.backends import load
+from runtime.model import Stats
+
+WARM_UP = 3  # calls that are not counted
+TOKENS = 16  # decoded at least
+SEED = 0  # of the drawn pages
+QUESTION = "what is the number in row 1 column 1 ?"
+# Largest difference that still counts as agreement, by kind of dtype. Rounding to int8 may fall on either side.
+TOLERANCE = {"f": 1e-3, "i": 0.0, "int8": 1.0}
+NAMES = ("ort", *trt.BACKENDS)
+
+Feeds = dict[str, np.ndarray]
+Call = Callable[[Feeds], Any]
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One graph on one backend, milliseconds a call."""
+
+    backend: str
+    provider: str
+    graph: str
+    kind: str
+    median: float
+    p95: float
+    runs: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Outputs of one graph on two runners: the output that differs most beyond its tolerance, or most of all."""
+
+    graph: str
+    kind: str
+    first: str
+    second: str
+    outputs: int
+    worst: str
+    difference: float
+    agree: bool
+
+
+@dataclass
+class Recorder:
+    """Keeps what every graph was given the last time it ran.
+
+    Attributes:
+        feeds: graph -> its inputs, in the order in which the graphs first ran.
+        on: copying costs time, so it can be switched off.
+    """
+
+    feeds: dict[str, Feeds] = field(default_factory=dict)
+    on: bool = True
+
+    def load(self, bundle: Bundle, graph: str, threads: int | None) -> ort.OrtSession:
+        """Stands in for `runtime.backends.load`."""
+        session = load(bundle, graph, threads)
+        run = session.run
+
+        def recording(feeds: Feeds) -> Feeds:
+            if self.on:  # copied: the runtime writes new tokens into the same arrays
+                self.feeds[graph] = {name: array.copy() for name, array in feeds.items()}
+            return run(feeds)
+
+        session.run = recording  # type: ignore[method-assign]
+        return session
+
+
+def ask(arguments: argparse.Namespace) -> tuple[Bundle, dict[str, Feeds], Stats]:
+    """Ask through the runtime: the feeds of every graph that ran, and the statistics of a second, unrecorded answer."""
+    rng = np.random.default_rng(SEED)
+    images: list[Any] = arguments.image or [make_page(rng)[0] for _ in range(arguments.images)]
+    question = arguments.question or (f"in image 1 , {QUESTION}" if len(images) > 1 else QUESTION)
+    recorder = Recorder()
+    with patch.object(backends, "load", recorder.load):
+        vlm = runtime.open(arguments.bundle, "ort", arguments.level, arguments.threads)
+        buckets = vlm.bundle.manifest.levels[vlm.level].buckets
+        # Enough tokens that the window is compacted once, wherever that can happen.
+        tokens = max([TOKENS, *(bucket.window - bucket.recent + 2 for bucket in buckets if bucket.compact)])
+        vlm.generate(question, images, max_new_tokens=tokens, ignore_eos=True)
+        recorder.on = False
+        stats = vlm.generate(question, images, max_new_tokens=tokens, ignore_eos=True).stats
+    return vlm.bundle, recorder.feeds, stats
+
+
+def measure(call: Call, feeds: Feeds, runs: int) -> tuple[float, float]:
+    """Median and 95th percentile of a call, milliseconds."""
+    for _ in range(WARM_UP):
+        call(feeds)
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        call(feeds)
+        times.append(time.perf_counter() - start)
+    median, p95 = np.percentile(np.array(times) * 1e3, [50, 95])
+    return float(median), float(p95)
+
+
+@contextlib.contextmanager
+def loaded(backend: str, bundle: Bundle, graph: str, feeds: Feeds, threads: int | None) -> Iterator[tuple[str, Call]]:
+    """One graph on one backend: the provider that really runs it, and the call."""
+    if backend == "ort":
+        session = ort.OrtSession(bundle.file(bundle.manifest.graphs[graph].file), threads)
+        yield providers(session, feeds), session.run
+    else:
+        from polygraphy.exception import PolygraphyException
+
+        try:
+            with plan_runner(backend, bundle, graph) as runner:
+                yield trt.BACKENDS[backend].title, functools.partial(runner.infer, check_inputs=False)
+        except PolygraphyException as error:
+            why = f"{backend} cannot run its plan of {graph}: {one_line(error)}"
+            raise UserError(f"{why} (leave it out with --backend ort)") from error
+
+
+def providers(session: ort.OrtSession, feeds: Feeds) -> str:
+    """Where the graph's nodes run: only ONNX Runtime's profiler tells which of them fell back to the CPU."""
+    if session.provider == "CPUExecutionProvider":  # nothing to fall back to
+        return session.provider
+    import onnxruntime
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = onnxruntime.SessionOptions()
+        options.enable_profiling, options.profile_file_prefix = True, str(Path(folder, "profile"))
+        profiled = onnxruntime.InferenceSession(str(session.path), options, providers=ort.providers())
+        profiled.run(None, feeds)
+        events = json.loads(Path(profiled.end_profiling()).read_text())
+    nodes: dict[str, set[str]] = {}
+    for event in events:
+        if event.get("cat") == "Node" and "provider" in event.get("args", {}):
+            nodes.setdefault(event["args"]["provider"], set()).add(event["name"])
+    counts = sorted(((len(names), name) for name, names in nodes.items()), reverse=True)
+    return ", ".join(f"{name} ({count} nodes)" for count, name in counts)
+
+
+def plan_runner(backend: str, bundle: Bundle, graph: str) -> Any:
+    """A polygraphy runner of the graph's plan."""
+    from polygraphy.backend.common import BytesFromPath
+    from polygraphy.backend.trt import EngineFromBytes, TrtRunner
+
+    plan = next(p for p in bundle.manifest.plans if p.backend == backend and p.graph == graph)
+    return TrtRunner(EngineFromBytes(BytesFromPath(str(bundle.file(plan.file)))), name=backend)
+
+
+def onnx_runner(name: str, path: Path, threads: int | None, optimize: bool, provider: Sequence[str]) -> Any:
+    """A polygraphy runner of ONNX Runtime."""
+    import onnxruntime
+    from polygraphy.backend.onnxrt import OnnxrtRunner
+
+    options = onnxruntime.SessionOptions()
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return OnnxrtRunner(lambda: onnxruntime.InferenceSession(str(path), options, providers=list(provider)), name=name)
+
+
+def runners(bundle: Bundle, graph: str, names: Sequence[str], threads: int | None) -> list[Any]:
+    """What is compared: ONNX Runtime as the runtime uses it, then its simplest form, then the plans."""
+    path, cpu, best = bundle.file(bundle.manifest.graphs[graph].file), ["CPUExecutionProvider"], ort.providers()
+    result = [onnx_runner(f"ort {best[0].removesuffix('ExecutionProvider')}", path, threads, True, best)]
+    result.append(onnx_runner("ort CPU -O0", path, threads, False, cpu))
+    return result + [plan_runner(name, bundle, graph) for name in names if name != "ort"]
+
+
+def compare(bundle: Bundle, graph: str, feeds: Feeds, these: list[Any]) -> list[Difference]:
+    """Run the graph on every runner and compare each with the first."""
+    from polygraphy.comparator import Comparator, SimpleCompareFunc
+    from polygraphy.logger import G_LOGGER
+
+    specs = bundle.manifest.graphs[graph]
+    allowed = {
+        spec.name: TOLERANCE["int8"] if spec.dtype == "int8" else TOLERANCE[np.dtype(spec.dtype).kind]
+        for spec in specs.outputs
+    }
+    function = SimpleCompareFunc(atol=allowed, rtol=0.0, check_error_stat="max", infinities_compare_equal=True)
+    # Empty slots have a bias of -inf, which polygraphy's averages (unused here) do not like.
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(all="ignore"):
+        outputs = Comparator.run(these, data_loader=[feeds])
+        pairs = [(0, other) for other in range(1, len(these))]
+        (accuracy,) = Comparator.compare_accuracy(outputs, comparisons=pairs, compare_func=function)
+    result = []
+    for (first, second), (matches,) in accuracy.items():
+        beyond = {name: match.max_absdiff - allowed[name] for name, match in matches.items()}
+        worst = max(beyond, key=lambda name: (beyond[name] > 0, matches[name].max_absdiff))
+        agree, largest = all(matches.values()), float(matches[worst].max_absdiff)
+        result.append(Difference(graph, specs.kind, first, second, len(matches), worst, largest, agree))
+    return result
+
+
+def available(bundle: Bundle, wanted: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Backends that are measured, and for the others why not."""
+    statuses = [ort.ort_status(), *(trt.status(name, bundle) for name in trt.BACKENDS)]
+    usable = [s.name for s in statuses if s.available and s.name in wanted]
+    missing = {s.name: s.reason for s in statuses if not s.available}
+    missing |= {s.name: "not asked for (--backend)" for s in statuses if s.available and s.name not in wanted}
+    plans = [name for name in usable if name != "ort"]
+    if plans and not polygraphy():
+        missing |= {
+            name: "plans are run by polygraphy, which is not installed: pip install polygraphy" for name in plans
+        }
+    elif len(plans) > 1:
+        missing[plans[0]] = f"polygraphy takes one TensorRT in a process: measure it with --backend {plans[0]}"
+    usable = [name for name in usable if name not in missing]
+    if "trt-rtx" in usable:
+        from polygraphy import config
+
+        config.USE_TENSORRT_RTX = True
+    return usable, missing
+
+
+def polygraphy() -> bool:
+    return importlib.util.find_spec("polygraphy") is not None
+
+
+def report(
+    console: Console, stats: Stats, latencies: list[Latency], differences: list[Difference], missing: dict[str, str]
+) -> None:
+    say = functools.partial(console.print, soft_wrap=True)
+    say(
+        f"level {stats.level}: {stats.images} images, {stats.prompt_tokens} prompt tokens, {stats.visual_tokens} "
+        f"visual tokens kept, bucket {stats.bucket}, {stats.compactions} compactions"
+    )
+    say(
+        f"KV: {stats.kv_bytes:,} bytes allocated; an fp16 cache of the same {stats.prompt_tokens} + "
+        f"{stats.generated_tokens} tokens has {stats.kv_bytes_uncompressed:,} "
+        f"({stats.kv_bytes / stats.kv_bytes_uncompressed:.0%})"
+    )
+    say(f"decode loop of the runtime ({stats.provider}): {1e3 * per_token(stats):.2f} ms a token")
+    table = Table("backend", "graph", "median ms", "p95 ms", "provider", title="latency of a call")
+    table.columns[2].justify = table.columns[3].justify = "right"
+    for row in latencies:
+        table.add_row(row.backend, row.graph, f"{row.median:.3f}", f"{row.p95:.3f}", row.provider)
+    say(table)
+    if not any(row.kind == "compact" for row in latencies):
+        say("no compact graph ran: this level never compacts its window")
+    if differences:
+        table = Table("graph", "runner", "outputs", "worst", "by", "agree", title=f"against {differences[0].first}")
+        for d in differences:
+            verdict = "yes" if d.agree else "NO"
+            table.add_row(d.graph, d.second, str(d.outputs), d.worst, f"{d.difference:.1e}", verdict)
+        say(table)
+        say(f"agree: floats within {TOLERANCE['f']:g}, int8 rows within {TOLERANCE['int8']:g} step, integers equal")
+        if all(d.first.startswith("ort CPU") and d.second.startswith("ort CPU") for d in differences):
+            say("both are ONNX Runtime on the CPU: this checks its graph optimizer (off at -O0), not another backend")
+    elif not polygraphy():
+        say("outputs not compared: polygraphy is not installed (pip install polygraphy)")
+    for name, reason in missing.items():
+        say(f"not measured: {name}: {reason}")
+
+
+def per_token(stats: Stats) -> float:
+    """Seconds a token of the runtime's decode loop, compactions spread over the tokens."""
+    return (stats.seconds["decode"] + stats.seconds.get("compact", 0.0)) / max(stats.generated_tokens - 1, 1)
+
+
+def write(path: Path, values: dict[str, Any]) -> None:
+    """Write the file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_text(json.dumps(values, indent=1) + "\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", help="folder that export/build.py wrote")
+    parser.add_argument(
+        "--level", help="compression level (default: the bundle's; `python -m runtime info` lists them)"
+    )
+    parser.add_argument("--runs", type=int, default=50, metavar="N", help="timed calls of every graph (default: 50)")
+    parser.add_argument("--images", type=int, default=1, metavar="N", help="pages drawn for the prompt (default: 1)")
+    parser.add_argument(
+        "--image", action="append", metavar="FILE", help="your own image instead; repeat it for several"
+    )
+    parser.add_argument("--question", help=f"default: {QUESTION!r}")
+    parser.add_argument(
+        "--backend", action="append", metavar="NAME", help=f"only this one: {', '.join(NAMES)}; repeat it"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: ONNX Runtime's choice)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    arguments = parser.parse_args(argv)
+    for name in ("runs", "images", "threads"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise UserError(f"--{name} must be at least 1, got {value}")
+    for name in arguments.backend or ():
+        if name not in NAMES:
+            raise UserError(f"unknown backend {name!r}: choose {', '.join(NAMES)}")
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise UserError(f"{arguments.json.parent} is not a folder: make it, or give another --json")
+    return arguments
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    bundle, feeds, stats = ask(arguments)
+    usable, missing = available(bundle, arguments.backend or NAMES)
+    latencies, differences = [], []
+    for name in usable:
+        for graph, inputs in feeds.items():
+            with loaded(name, bundle, graph, inputs, arguments.threads) as (provider, call):
+                median, p95 = measure(call, inputs, arguments.runs)
+            kind = bundle.manifest.graphs[graph].kind
+            latencies.append(Latency(name, provider, graph, kind, median, p95, arguments.runs))
+    if polygraphy():
+        for graph, inputs in feeds.items():
+            differences += compare(bundle, graph, inputs, runners(bundle, graph, usable, arguments.threads))
+    report(Console(), stats, latencies, differences, missing)
+    if arguments.json is not None:
+        values = {
+            "bundle_sha256": bundles.sha256(bundle.file(bundles.MANIFEST)),
+            "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "threads": arguments.threads},
+            "request": dataclasses.asdict(stats),
+            "seconds_per_token": per_token(stats),
+            "latency_ms": [dataclasses.asdict(row) for row in latencies],
+            "differences": [dataclasses.asdict(row) for row in differences],
+            "not_measured": missing,
+        }
+        write(arguments.json, values)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The demo vision-language model: its tasks, its training, its held-out suites, its calibration prompts."""

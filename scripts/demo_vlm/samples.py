@@ -1,0 +1,57 @@
+"""Write the calibration prompts: 64 prompts of one, two, four and eight images from the training side.
+
+    python -m demo_vlm.samples models/demo-vlm/samples          (run in scripts/)
+
+easy-VQA training images and fresh pages of a seed that neither training nor a held-out suite uses.
+`samples.jsonl` holds one object a line, {"images": ["a.png", ...], "prompt": ..., "answer": ...}; the images lie beside it.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from PIL import Image
+
+from demo_vlm.data import Kind, Source, load_easy_vqa
+
+SEED = 80_001
+CONTEXTS: tuple[tuple[int, dict[Kind, float], int, int], ...] = (
+    # images, tasks, questions, contexts
+    (1, {"page": 1}, 2, 5),
+    (1, {"easy": 1}, 1, 6),
+    (2, {"easy": 1, "page": 1}, 4, 4),
+    (4, {"page": 1}, 5, 2),
+    (4, {"easy": 1, "page": 1}, 5, 2),
+    (8, {"easy": 1, "page": 1}, 6, 2),
+)
+
+
+def write_samples(folder: Path) -> int:
+    """Write the prompts and their images into `folder`; the number of prompts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = Source(load_easy_vqa("train"), SEED)
+    lines: list[str] = []
+    drawn = 0
+    for images, mix, questions, contexts in CONTEXTS:
+        for _ in range(contexts):
+            context = source.context(images, mix, questions)
+            names = [f"{drawn + k:03}.png" for k in range(images)]
+            for name, pixels in zip(names, context.images, strict=True):
+                Image.fromarray(pixels).save(folder / name, optimize=True)
+            drawn += images
+            for question in context.questions:
+                line = {"images": names, "prompt": question.text, "answer": question.answer}
+                lines.append(json.dumps(line))
+    (folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return len(lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where to write, e.g. models/demo-vlm/samples")
+    print(f"{write_samples(parser.parse_args().folder)} prompts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The held-out suites, the same questions on every machine: easy-VQA's test images, and pages no other seed draws.
+
+    easy1          every question of easy-VQA's test split, one image a prompt
+    page1          one page of numbers
+    easyN, pageN   four or eight images of one task, "in image 3 , ..."
+    mixedN         both tasks in one prompt
+
+    from demo_vlm.suites import suites
+    for item in suites(["page4"], limit=50)["page4"]:
+        item.images, item.question, item.answer, item.kind
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from demo_vlm.data import Context, Kind, Pixels, Question, Source, load_easy_vqa
+
+BOTH: dict[Kind, float] = {"easy": 1, "page": 1}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a drawn suite consists of: `contexts` prompts of `images` images, `questions` about each."""
+
+    images: int
+    mix: dict[Kind, float]
+    questions: int
+    contexts: int
+    seed: int
+
+
+EASY1 = "easy1"
+DRAWN: dict[str, Suite] = {
+    "page1": Suite(1, {"page": 1}, questions=8, contexts=150, seed=70_001),
+    "easy4": Suite(4, {"easy": 1}, questions=16, contexts=100, seed=70_002),
+    "page4": Suite(4, {"page": 1}, questions=16, contexts=60, seed=70_003),
+    "mixed4": Suite(4, BOTH, questions=16, contexts=60, seed=70_004),
+    "easy8": Suite(8, {"easy": 1}, questions=24, contexts=50, seed=70_005),
+    "page8": Suite(8, {"page": 1}, questions=24, contexts=40, seed=70_006),
+    "mixed8": Suite(8, BOTH, questions=24, contexts=40, seed=70_007),
+}
+NAMES = (EASY1, *DRAWN)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt with its answer.
+
+    Attributes:
+        images: uint8 [64, 64, 3] each, in prompt order.
+        question: the text after the images.
+        answer: exact words expected, digits apart ("0 9 7").
+        kind: the task of the image asked about, "easy" or "page".
+    """
+
+    images: list[Pixels]
+    question: str
+    answer: str
+    kind: Kind
+
+
+def contexts(name: str) -> list[Context]:
+    """A suite with its questions grouped by the images they share (what a packed forward pass wants)."""
+    test = load_easy_vqa("test")
+    if name == EASY1:
+        return [
+            Context([pixels], ["easy"], [pairs], [Question(q, a, "easy") for q, a in pairs])
+            for pixels, pairs in zip(test.pixels, test.questions, strict=True)
+        ]
+    if name not in DRAWN:
+        raise SystemExit(f"unknown suite {name!r}: choose from {', '.join(NAMES)}")
+    suite = DRAWN[name]
+    source = Source(test, suite.seed)
+    return [source.context(suite.images, suite.mix, suite.questions) for _ in range(suite.contexts)]
+
+
+def suites(names: Iterable[str] = NAMES, limit: int | None = None) -> dict[str, list[Item]]:
+    """Suites as flat lists of prompts.
+
+    Args:
+        names: which suites.
+        limit: keep this many prompts of each, spread evenly over the suite, so over its contexts; all by default.
+    """
+    out = {}
+    for name in names:
+        items = [Item(c.images, q.text, q.answer, q.kind) for c in contexts(name) for q in c.questions]
+        if limit is not None and limit < len(items):
+            items = [items[i * len(items) // limit] for i in range(limit)]
+        out[name] = items
+    return out
+
+
+def fingerprint(name: str) -> str:
+    """SHA-256 over a suite's pixels, questions and answers: it changes when the suite does."""
+    digest = hashlib.sha256()
+    for item in suites([name])[name]:
+        for pixels in item.images:
+            digest.update(pixels.tobytes())
+        digest.update(f"{item.question}\0{item.answer}\0{item.kind}\0".encode())
+    return digest.hexdigest()

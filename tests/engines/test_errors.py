@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+
+import pytest
+
+from engines.errors import Parser, UserError, command, one_line
+
+
+def run(error: BaseException | None, result: int | None = None) -> int:
+    @command
+    def main() -> int | None:
+        if error is not None:
+            raise error
+        return result
+
+    return main()
+
+
+def test_result_is_the_exit_code() -> None:
+    assert run(None) == 0
+    assert run(None, 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("two\nlines  and\tmore"), 2, "error: two lines and more\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x"), 2, "free some space"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 2, "free some space"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "/x'"),
+        (OSError(errno.EROFS, "Read-only file system", "/x"), 2, "choose another place"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_users_mistake_is_one_line(
+    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(error) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert line in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), OSError(errno.EIO, "Input/output error"), KeyError("bug")])
+def test_our_mistake_keeps_its_trace(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        run(error)
+
+
+def test_one_line_is_never_empty() -> None:
+    assert one_line(ValueError()) == "ValueError"
+    assert one_line(ValueError(" a\n b ")) == "a b"
+
+
+def test_parser_complains_in_one_line() -> None:
+    parser = Parser(prog="tool")
+    parser.add_subparsers(required=True, metavar="COMMAND").add_parser("go").add_argument("--n", type=int)
+    with pytest.raises(UserError, match="invalid int value: 'x': see  tool go --help"):
+        parser.parse_args(["go", "--n", "x"])
+    with pytest.raises(UserError, match=r"COMMAND.*see  tool --help"):
+        parser.parse_args([])
+
+
+def test_reader_that_has_had_enough() -> None:
+    """`command | head -1` ends without a trace."""
+    code = "from engines.errors import command\nimport sys\n"
+    code += "sys.exit(command(lambda: [print('line ' * 100) for _ in range(10000)] and 0)())"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+    process.stderr.close()

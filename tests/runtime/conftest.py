@@ -1,0 +1,11 @@
+from pathlib import Path
+
+import pytest
+
+from tests.runtime import toy
+
+
+@pytest.fixture(scope="session")
+def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy bundle, never to be changed: tests that damage one copy it."""
+    return toy.build(tmp_path_factory.mktemp("toy") / "bundle")

@@ -1,0 +1,133 @@
+"""What the runtime must do with the toy bundle, told with lists: the judge, which shares no code with the runtime.
+
+A slot is a token (or None: padding); a slot's masses are the attention it has received, per layer and head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.runtime.toy import END, HEAD_DIM, HEADS, IMAGE, IMAGE_TOKENS, LAYERS, LEVELS, PREPROCESSOR, WEIGHTS
+
+
+@dataclass
+class Slot:
+    row: np.ndarray  # [d]
+    position: int
+    mass: np.ndarray = field(default_factory=lambda: np.zeros((LAYERS, HEADS)))
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    logits: list[np.ndarray]
+    decoded: list[int]  # positions that went through decode
+    kept: list[list[int]]
+    stop: str = ""
+    compacted_at: list[int] = field(default_factory=list)  # decode steps before which the window was compacted
+    window: list[Slot | None] = field(default_factory=list)
+    stores: list[list[Slot | None]] = field(default_factory=list)
+
+
+def look(image: np.ndarray, kept: int) -> tuple[np.ndarray, list[int]]:
+    """uint8 [8, 8, 3] -> rows of the brightest patches, and their places."""
+    x = (image / 255 - np.array(PREPROCESSOR.mean)) / np.array(PREPROCESSOR.std)
+    patches = np.stack([x[r : r + 4, c : c + 4].mean((0, 1)) for r in (0, 4) for c in (0, 4)])
+    best = sorted(np.argsort(-patches.sum(1))[:kept].tolist())
+    return patches[best] @ WEIGHTS["vision"], best
+
+
+def attend(query_row: np.ndarray, layer: int, slots: list[Slot | None]) -> np.ndarray:
+    """One query over the slots; adds to their masses. Returns [d]."""
+    filled = [slot for slot in slots if slot is not None]
+    out = []
+    for head in range(HEADS):
+        part = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+        query = query_row @ WEIGHTS["query"][layer][:, part]
+        keys = np.stack([slot.row @ WEIGHTS["key"][layer][:, part] for slot in filled])
+        values = np.stack([slot.row @ WEIGHTS["value"][layer][:, part] for slot in filled])
+        weights = np.exp(keys @ query / np.sqrt(HEAD_DIM))
+        weights /= weights.sum()
+        for slot, weight in zip(filled, weights, strict=True):
+            slot.mass[layer, head] += weight
+        out.append(weights @ values)
+    return np.concatenate(out)
+
+
+def forward(row: np.ndarray, stores: list[list[Slot | None]], window: list[Slot | None]) -> np.ndarray:
+    mixed = [attend(row, layer, stores[layer] + window) @ WEIGHTS["output"][layer] for layer in range(LAYERS)]
+    return row @ WEIGHTS["skip"] + sum(mixed)
+
+
+def answer(
+    ids: list[int],
+    images: list[np.ndarray],
+    level: str,
+    steps: int,
+    ignore_eos: bool = False,
+    question_later: bool = False,
+) -> Answer:
+    """Generate from token ids with one placeholder an image."""
+    keep, compacts, sizes = LEVELS[level]
+
+    def row(embedding: np.ndarray, position: int, kind: int) -> Slot:
+        return Slot(embedding + WEIGHTS["position"][position] + WEIGHTS["kind"][kind], position)
+
+    prompt, position, last_visual, kept, remaining = [], 0, 0, [], list(images)
+    for token in ids:
+        if token == IMAGE:
+            rows, places = look(remaining.pop(0), keep)
+            kept.append(places)
+            prompt += [row(r, position + place, 2) for r, place in zip(rows, places, strict=True)]
+            last_visual = len(prompt)
+            position += IMAGE_TOKENS
+        else:
+            prompt.append(row(WEIGHTS["embedding"][token], position, 1))
+            position += 1
+
+    length, capacities, size, recent = next(s for s in sizes if len(prompt) <= s[0])
+    first = last_visual if question_later else len(prompt)
+    early, later = prompt[:first], prompt[first:]
+    slots: list[Slot | None] = [None] * (length - len(early)) + list(early)
+    logits = forward(early[-1].row, [slots] * LAYERS, [])
+    # Masses belong to a layer, so the same slot objects can lie in every layer's store.
+    old, window = slots[:-recent], slots[-recent:]
+    stores = [old[len(old) - capacity :] for capacity in capacities]
+    result = Answer([], [logits], [], kept)
+
+    def decode(slot: Slot) -> bool:
+        nonlocal logits, stores, window
+        if len(window) == size:
+            if not compacts:
+                return False
+            leaving, window = window[: size - recent], window[size - recent :]
+            stores = [(s + leaving)[-len(s) :] for s in stores]
+            result.compacted_at.append(len(result.decoded))
+        window.append(slot)
+        logits = forward(slot.row, stores, window)
+        result.logits.append(logits)
+        result.decoded.append(slot.position)
+        return True
+
+    for slot in later:
+        assert decode(slot)
+    while True:
+        token = int(logits.argmax())
+        if token == END and not ignore_eos:
+            result.stop = "end"
+            break
+        result.tokens.append(token)
+        if len(result.tokens) == steps:
+            result.stop = "max_new_tokens"
+            break
+        if position == len(WEIGHTS["position"]):
+            result.stop = "max_positions"
+            break
+        if not decode(row(WEIGHTS["embedding"][token], position, 1)):
+            result.stop = "window_full"
+            break
+        position += 1
+    result.window, result.stores = window, stores
+    return result

@@ -1,0 +1,361 @@
+"""The runtime against the judge in `reference.py`, on the toy bundle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import runtime
+from engines.errors import UserError
+from runtime import backends
+from runtime.model import VLM, Result
+from tests.runtime import reference, toy
+
+QUESTIONS = ["what is it", "how many red", "is it blue", "one two", "left right what", "big"]
+
+
+def image(seed: int) -> np.ndarray:
+    """Of the size that the vision graph takes, so that resizing leaves it as it is."""
+    return np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
+
+
+def ids_of(question: str, images: int) -> list[int]:
+    places = "".join(f" image {k + 1} : <image>" for k in range(images))
+    return [toy.WORDS.index(word) for word in f"<s> user :{places} {question} assistant :".split()]
+
+
+def ask(vlm: VLM, question: str, images: list[np.ndarray], **options: Any) -> Result:
+    result = vlm.generate(question, images=images, **options)
+    assert isinstance(result, Result)
+    return result
+
+
+class Recorder:
+    """Wraps the sessions that the runtime loads, and keeps what went in and out."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]] = []
+        self.loaded: list[str] = []
+        load = backends.load
+
+        def recording(bundle: Any, graph: str, threads: int | None) -> Any:
+            session: Any = load(bundle, graph, threads)
+            run = session.run
+            self.loaded.append(graph)
+
+            def recorded(feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+                before = {name: array.copy() for name, array in feeds.items()}
+                outputs = run(feeds)
+                self.calls.append((graph, before, {name: array.copy() for name, array in outputs.items()}))
+                return outputs
+
+            session.run = recorded
+            return session
+
+        monkeypatch.setattr(backends, "load", recording)
+
+    def of(self, kind: str) -> list[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
+        return [call for call in self.calls if call[0].startswith(kind)]
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+@pytest.mark.parametrize("question_later", [False, True])
+@pytest.mark.parametrize("images", [1, 2, 4])
+@pytest.mark.parametrize("level", ["loose", "tight"])
+def test_equals_the_judge(level: str, images: int, question_later: bool, bundle_path: Path, recorder: Recorder) -> None:
+    vlm = runtime.open(bundle_path, level=level, threads=1)
+    pictures = [image(seed) for seed in range(images)]
+    for question in QUESTIONS[:3]:
+        recorder.calls.clear()
+        options = {"ignore_eos": True, "question_later": question_later}
+        result = ask(vlm, question, pictures, max_new_tokens=30, **options)
+        judge = reference.answer(ids_of(question, images), pictures, level, 30, **options)
+
+        assert result.tokens == judge.tokens
+        assert result.stats.stop_reason == judge.stop
+        assert result.stats.compactions == len(judge.compacted_at)
+        logits = [outputs["logits"][0] for _, _, outputs in recorder.of("prefill") + recorder.of("decode")]
+        np.testing.assert_allclose(logits, judge.logits, atol=1e-3)
+        assert [int(feeds["position"][0, 0]) for _, feeds, _ in recorder.of("decode")] == judge.decoded
+        assert [outputs["kept"][0].tolist() for _, _, outputs in recorder.of("vision")] == judge.kept
+
+
+def test_compact_is_called_exactly_when_the_window_is_full(bundle_path: Path, recorder: Recorder) -> None:
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    ask(vlm, "what is it", [image(0)], max_new_tokens=20, ignore_eos=True)
+    judge = reference.answer(ids_of("what is it", 1), [image(0)], "tight", 20, ignore_eos=True)
+
+    kinds = [name.split("_")[0] for name, _, _ in recorder.calls]
+    decodes_before = [kinds[:i].count("decode") for i, kind in enumerate(kinds) if kind == "compact"]
+    assert decodes_before == judge.compacted_at
+    assert len(decodes_before) > 2
+    for _, feeds, _ in recorder.of("compact"):
+        assert np.isfinite(feeds["window_bias"]).all()  # no slot was free
+        assert (feeds["window_positions"] >= 0).all()
+    last = recorder.calls[-1]
+    assert last[0].startswith("decode")  # nothing is compacted for a token that nobody decodes
+
+
+def test_state_holds_the_judges_tokens(bundle_path: Path, recorder: Recorder) -> None:
+    """Positions and masses of every slot, in the state that the last compaction took and the last decode gave."""
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    # 18 tokens are 17 decodes: the last of them starts with a window that was just compacted
+    ask(vlm, "how many red", [image(1)], max_new_tokens=18, ignore_eos=True)
+    judge = reference.answer(ids_of("how many red", 1), [image(1)], "tight", 18, ignore_eos=True)
+    _, compacted, _ = recorder.of("compact")[-1]
+    _, feeds, outputs = recorder.of("decode")[-1]
+
+    assert judge.compacted_at[-1] == 16  # the last decode
+    np.testing.assert_array_equal(compacted["window_positions"][0, -4:], [s.position for s in judge.window[:4] if s])
+    for layer in range(toy.LAYERS):
+        store = judge.stores[layer]
+        empty = [slot is None for slot in store]
+        np.testing.assert_array_equal(np.isinf(feeds[f"store_bias.{layer}"][0, 0]), empty)
+        masses = [[0, 0] if slot is None else slot.mass[layer] for slot in store]
+        np.testing.assert_allclose(outputs[f"new_store_mass.{layer}"][0].T, masses, atol=1e-4)
+    window = np.stack([slot.mass for slot in judge.window if slot])  # [5, L, H]
+    np.testing.assert_allclose(outputs["new_window_mass"][:, 0, :, :4].transpose(2, 0, 1), window[:4], atol=1e-4)
+    np.testing.assert_allclose(outputs["new_mass"][:, 0, :, 0], window[4], atol=1e-4)
+
+
+def test_prompt_is_left_padded_with_original_positions(bundle_path: Path, recorder: Recorder) -> None:
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    ask(vlm, "big", [image(2)], max_new_tokens=1)
+    _, feeds, _ = recorder.of("prefill")[0]
+    kept = recorder.of("vision")[0][2]["kept"][0]
+
+    ids = ids_of("big", 1)  # <s> user : image 1 : <image> big assistant :
+    start = ids.index(toy.IMAGE)
+    positions = [*range(start), *(start + kept), *range(start + toy.IMAGE_TOKENS, len(ids) + toy.IMAGE_TOKENS - 1)]
+    padding = 16 - len(positions)
+    assert feeds["positions"][0].tolist() == [0] * padding + positions
+    assert feeds["kinds"][0].tolist() == [0] * padding + [1] * start + [2, 2] + [1] * (len(ids) - start - 1)
+    assert not feeds["embeddings"][0, :padding].any()
+    np.testing.assert_array_equal(feeds["embeddings"][0, padding], toy.WEIGHTS["embedding"][1])
+
+
+@pytest.mark.parametrize(
+    ("images", "level", "bucket"), [(0, "loose", 16), (1, "loose", 16), (2, "loose", 40), (1, "tight", 16)]
+)
+def test_shortest_bucket_that_fits(images: int, level: str, bucket: int, bundle_path: Path) -> None:
+    vlm = runtime.open(bundle_path, level=level, threads=1)
+    assert ask(vlm, "is it red", [image(0)] * images, max_new_tokens=1).stats.bucket == bucket
+
+
+def test_bucket_boundary(bundle_path: Path) -> None:
+    vlm = runtime.open(bundle_path, level="loose", threads=1)
+    fits = 16 - len(ids_of("", 0))
+    assert ask(vlm, "red " * fits, [], max_new_tokens=1).stats.bucket == 16
+    assert ask(vlm, "red " * (fits + 1), [], max_new_tokens=1).stats.bucket == 40
+
+
+def test_question_later_takes_the_bucket_of_the_whole_prompt(bundle_path: Path, recorder: Recorder) -> None:
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    result = ask(vlm, "red " * 20, [image(0)], max_new_tokens=1, question_later=True)
+    _, feeds, _ = recorder.of("prefill")[0]
+    assert result.stats.bucket == 40
+    assert np.count_nonzero(feeds["kinds"]) == 6 + 2  # up to the image: <s> user : image 1 :
+    assert len(recorder.of("decode")) == 20 + 2
+    assert recorder.of("decode")[0][1]["position"] == 6 + toy.IMAGE_TOKENS
+
+
+def test_sessions_are_loaded_when_needed_and_kept(bundle_path: Path, recorder: Recorder) -> None:
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    assert recorder.loaded == []
+    ask(vlm, "is it", [], max_new_tokens=2, ignore_eos=True)
+    assert recorder.loaded == ["prefill_tight_16", "decode_tight_16"]
+    ask(vlm, "is it", [image(0), image(1), image(2)], max_new_tokens=2, ignore_eos=True)
+    ask(vlm, "is it", [image(0)], max_new_tokens=12, ignore_eos=True)
+    assert max(Counter(recorder.loaded).values()) == 1
+    assert set(recorder.loaded) == {n for n in vlm.bundle.manifest.graphs if "tight" in n} - {"compact_tight_40"}
+
+
+def test_bytes_are_those_of_every_state_tensor(bundle_path: Path) -> None:
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    stats = ask(vlm, "what is it", [image(0)], max_new_tokens=5, ignore_eos=True).stats
+    heads, dim, layers, window = toy.HEADS, toy.HEAD_DIM, toy.LAYERS, 8
+    slot = heads * (2 * 4 * dim + 2 + 4 + 4)  # K, V float32; bias float16; position int32; mass float32
+    window_bytes = layers * heads * window * (2 * 4 * dim + 4) + window * (4 + 4)
+    assert stats.kv_bytes == (8 + 6) * slot + window_bytes
+    tokens = len(ids_of("what is it", 1)) - 1 + toy.IMAGE_TOKENS + 5
+    assert stats.kv_bytes_uncompressed == tokens * 2 * layers * heads * dim * 2
+    assert (stats.prompt_tokens, stats.visual_tokens, stats.images) == (tokens - 5, 2, 1)
+
+
+def find(level: str, wanted: str, steps: int) -> tuple[str, list[np.ndarray], reference.Answer]:
+    """A question that the judge sees stop for the wanted reason."""
+    for seed in range(40):
+        for question in QUESTIONS:
+            judge = reference.answer(ids_of(question, 1), [image(seed)], level, steps)
+            if judge.stop == wanted and judge.tokens:
+                return question, [image(seed)], judge
+    raise AssertionError(f"no question stops by {wanted}")
+
+
+def test_stops_at_the_end_token_unless_ignored(bundle_path: Path) -> None:
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    question, images, judge = find("tight", "end", 40)
+    result = ask(vlm, question, images, max_new_tokens=40)
+    assert result.tokens == judge.tokens
+    assert toy.END not in result.tokens
+    assert result.stats.stop_reason == "end"
+    assert result.stats.generated_tokens == len(result.tokens)
+
+    more = ask(vlm, question, images, max_new_tokens=40, ignore_eos=True)
+    assert len(more.tokens) == 40
+    assert more.tokens[: len(result.tokens) + 1] == [*result.tokens, toy.END]
+    assert "</s>" not in more.text
+
+
+def test_window_that_never_compacts_stops_generation(bundle_path: Path) -> None:
+    vlm = runtime.open(bundle_path, level="loose", threads=1)
+    result = ask(vlm, "what is it", [image(0)], max_new_tokens=100, ignore_eos=True)
+    assert result.stats.stop_reason == "window_full"
+    assert len(result.tokens) == 1 + 24 - 4
+    assert result.stats.compactions == 0
+
+
+def test_stops_at_the_models_last_position(bundle_path: Path) -> None:
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    result = ask(vlm, "what is it", [image(0)], max_new_tokens=1000, ignore_eos=True)
+    judge = reference.answer(ids_of("what is it", 1), [image(0)], "tight", 1000, ignore_eos=True)
+    assert result.stats.stop_reason == judge.stop == "max_positions"
+    assert len(result.tokens) == len(judge.tokens) == 1 + toy.POSITIONS - result.stats.prompt_tokens
+
+
+@pytest.mark.parametrize("level", ["loose", "tight"])
+def test_stream_equals_the_whole(level: str, bundle_path: Path) -> None:
+    vlm = runtime.open(bundle_path, level=level, threads=1)
+    whole = ask(vlm, "how many red", [image(0)], max_new_tokens=20)
+    stream = vlm.generate("how many red", images=[image(0)], max_new_tokens=20, stream=True)
+    with pytest.raises(UserError, match="read it to its end"):
+        _ = stream.result
+    pieces = list(stream)
+    assert len(pieces) > 5
+    assert "".join(pieces) == whole.text == stream.result.text
+    assert stream.result.tokens == whole.tokens
+    assert stream.result.stats.stop_reason == whole.stats.stop_reason
+
+
+def test_requests_do_not_touch_each_other(bundle_path: Path) -> None:
+    """Two streams of one model, read in turns, answer as they do alone."""
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    alone = [ask(vlm, q, [image(i)], max_new_tokens=20, ignore_eos=True).tokens for i, q in enumerate(QUESTIONS[:2])]
+    streams = [
+        vlm.generate(q, images=[image(i)], max_new_tokens=20, ignore_eos=True, stream=True)
+        for i, q in enumerate(QUESTIONS[:2])
+    ]
+    for _ in range(20):
+        for stream in streams:
+            next(stream, None)
+    for stream in streams:
+        list(stream)
+    assert [stream.result.tokens for stream in streams] == alone
+
+
+def test_messages_equal_the_plain_question(bundle_path: Path) -> None:
+    vlm = runtime.open(bundle_path, threads=1)
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "what is it"}]
+    images = [image(0), image(1)]
+    result = vlm.generate([{"role": "user", "content": content}], images=images, max_new_tokens=4)
+    assert result.tokens == ask(vlm, "what is it", images, max_new_tokens=4).tokens
+
+
+def test_order_of_images_matters(bundle_path: Path, recorder: Recorder) -> None:
+    vlm = runtime.open(bundle_path, threads=1)
+    ask(vlm, "what is it", [image(0), image(1)], max_new_tokens=1)
+    ask(vlm, "what is it", [image(1), image(0)], max_new_tokens=1)
+    first, second = (outputs["logits"] for _, _, outputs in recorder.of("prefill"))
+    assert np.abs(first - second).max() > 0.1
+
+
+USER = {"role": "user"}
+TEXT = {"type": "text", "text": "what is it"}
+MISTAKES: list[tuple[str, Any, Any, dict[str, Any], str]] = [
+    ("empty question", "", [image(0)], {}, "question is empty"),
+    ("blank question", " \n", [image(0)], {}, "question is empty"),
+    ("more images", [USER | {"content": [TEXT]}], [image(0)], {}, "0 image placeholders, but 1 image was given"),
+    ("fewer images", [USER | {"content": [{"type": "image"}, TEXT]}], [], {}, "1 image placeholder, but 0 images were"),
+    ("placeholder in the text", "what is <image>", [image(0)], {}, "2 image placeholders, but 1 image was given"),
+    ("too long", "red " * 50, [], {}, "longest bucket's 40.*--buckets 55"),
+    ("too many positions", "red " * 130, [], {}, "only 120 positions"),
+    ("no messages", [], [], {}, "text or a list of messages"),
+    ("no role", [{"content": "hi"}], [], {}, "role and a content"),
+    ("odd content", [USER | {"content": [{"type": "video"}]}], [], {}, "a message's content"),
+    ("no text in text", [USER | {"content": [{"type": "text"}]}], [], {}, "a message's content"),
+    ("no prompt", None, [], {}, "text or a list of messages"),
+    ("images no list", "what", "image.png", {}, "images must be a list"),
+    ("array as images", "what", image(0), {}, "images must be a list"),
+    ("no tokens wanted", "what", [image(0)], {"max_new_tokens": 0}, "at least 1"),
+    ("nothing to compress", "what", [], {"question_later": True}, "needs an image"),
+    ("float array", "what", [image(0) / 255], {}, "must be uint8"),
+    ("channels first", "what", [image(0).transpose(2, 0, 1)], {}, r"must be \[H, W\]"),
+    ("five channels", "what", [np.zeros((4, 4, 5), np.uint8)], {}, r"must be \[H, W\]"),
+    ("no pixels", "what", [np.zeros((0, 4, 3), np.uint8)], {}, "empty"),
+    ("no image at all", "what", [3], {}, "path, a PIL image or an array"),
+    ("missing file", "what", ["nowhere.png"], {}, "nowhere.png: no such image file"),
+    ("a folder", "what", ["/"], {}, "not a file"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "images", "options", "message"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES]
+)
+def test_mistake_is_told_before_anything_runs(
+    prompt: Any, images: Any, options: dict[str, Any], message: str, stream: bool, bundle_path: Path, recorder: Recorder
+) -> None:
+    vlm: Any = runtime.open(bundle_path, threads=1)
+    with pytest.raises(UserError, match=message) as error:
+        vlm.generate(prompt, images=images, stream=stream, **options)
+    assert recorder.calls == []
+    assert "\n" not in str(error.value)
+
+
+def test_question_that_no_window_holds(bundle_path: Path) -> None:
+    vlm = runtime.open(bundle_path, level="loose", threads=1)
+    with pytest.raises(UserError, match="does not fit into the window of 24 tokens"):
+        ask(vlm, "red " * 25, [image(0)], question_later=True)
+
+
+def test_wrong_level(bundle_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no level 'odd'.*choose loose, tight"):
+        runtime.open(bundle_path, level="odd")
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [("cuda", "choose auto, ort, trt-rtx, trt"), ("trt", "backend trt cannot"), ("trt-rtx", "backend trt-rtx cannot")],
+)
+def test_wrong_backend(backend: str, message: str, bundle_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        runtime.open(bundle_path, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "ort"])
+def test_backend_is_told(backend: str, bundle_path: Path) -> None:
+    stats = ask(runtime.open(bundle_path, backend, threads=1), "what", [], max_new_tokens=1).stats
+    assert stats.backend == "ort"
+    assert stats.provider.endswith("ExecutionProvider")
+
+
+def test_default_level_is_the_bundles(bundle_path: Path) -> None:
+    assert runtime.open(bundle_path).level == "loose"
+
+
+def test_overflown_logits_are_told(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vlm = runtime.open(bundle_path, threads=1)
+    ask(vlm, "what", [], max_new_tokens=1)
+    session = vlm._sessions["prefill_loose_16"]
+    run = session.run
+    monkeypatch.setattr(session, "run", lambda feeds: run(feeds) | {"logits": np.full((1, 32), np.nan, np.float32)})
+    with pytest.raises(UserError, match="not numbers"):
+        ask(vlm, "what", [], max_new_tokens=1)

@@ -1,0 +1,255 @@
+"""Images as Hugging Face's own code makes them: `load_image` for files, the PIL image processor for the rest."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.image_transforms import convert_to_rgb
+from transformers.image_utils import load_image
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from engines.errors import UserError
+from engines.preprocessor import ImagePreprocessor
+from runtime import preprocess as module
+from runtime.preprocess import load_rgb, preprocess
+
+MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+STEP = 1 / 255 / max(STD)  # one level of an 8-bit channel, after normalisation
+
+STRETCH = ImagePreprocessor({"height": 64, "width": 64}, 3, None, 1 / 255, MEAN, STD)
+KINDS = {
+    "stretch": STRETCH,
+    "crop": ImagePreprocessor({"shortest_edge": 48}, 3, {"height": 48, "width": 48}, 1 / 255, MEAN, STD),
+    "odd crop": ImagePreprocessor({"shortest_edge": 33}, 2, {"height": 31, "width": 29}, 1 / 255, MEAN, STD),
+    "crop larger than image": ImagePreprocessor(
+        {"shortest_edge": 20}, 1, {"height": 47, "width": 50}, 1 / 255, MEAN, STD
+    ),
+    "crop only": ImagePreprocessor(None, 3, {"height": 24, "width": 25}, 1 / 255, MEAN, STD),
+    "wide": ImagePreprocessor({"height": 20, "width": 70}, 0, None, 1 / 127.5, [1.0, 1.0, 1.0], [1.0, 0.5, 2.0]),
+}
+
+
+def reference(settings: ImagePreprocessor) -> CLIPImageProcessorPil:
+    return CLIPImageProcessorPil(
+        do_resize=settings.resize is not None,
+        size=settings.resize or {"height": 1, "width": 1},
+        resample=settings.resample,
+        do_center_crop=settings.crop is not None,
+        crop_size=settings.crop or {"height": 1, "width": 1},
+        rescale_factor=settings.rescale,
+        image_mean=settings.mean,
+        image_std=settings.std,
+    )
+
+
+def assert_same(source: Any, theirs: Any, settings: ImagePreprocessor = STRETCH) -> None:
+    """Ours of `source` equals theirs of what they make of it, far closer than one 8-bit level."""
+    ours = preprocess(source, settings)
+    expected = reference(settings)(images=theirs, return_tensors="np")["pixel_values"]
+    assert ours.dtype == np.float32
+    assert ours.flags.c_contiguous
+    assert ours.shape == expected.shape
+    assert np.abs(ours - expected).max() < STEP / 1000
+
+
+def pixels(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(64, 64), (1, 1), (37, 91), (300, 5), (5, 300), (129, 64), (63, 65)])
+def test_equals_hugging_face(kind: str, size: tuple[int, int]) -> None:
+    array = pixels(*size)
+    assert_same(array, Image.fromarray(array), KINDS[kind])
+    assert_same(Image.fromarray(array), Image.fromarray(array), KINDS[kind])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    height=st.integers(1, 120),
+    width=st.integers(1, 120),
+    seed=st.integers(0, 2**31),
+    kind=st.sampled_from(sorted(KINDS)),
+    channels=st.sampled_from([1, 3, 4]),
+)
+def test_any_array_equals_hugging_face(height: int, width: int, seed: int, kind: str, channels: int) -> None:
+    array = pixels(height, width, channels, seed)
+    # Their guess of where the channels are fails on arrays like [3, W, 3]; a caller who knows says so.
+    image = np.array(reference(KINDS[kind]).convert_to_rgb(array, input_data_format="channels_last"))
+    np.testing.assert_array_equal(load_rgb(array), image)
+    assert_same(array, Image.fromarray(image), KINDS[kind])
+
+
+def save(path: Path, image: Image.Image, **options: Any) -> Path:
+    image.save(path, **options)
+    return path
+
+
+def palette(transparent: bool) -> tuple[Image.Image, dict[str, Any]]:
+    image = Image.fromarray(pixels(40, 30)).quantize(16)
+    return image, {"transparency": 3} if transparent else {}
+
+
+def exif(orientation: int) -> Image.Exif:
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    return tags
+
+
+FILES: dict[str, Any] = {
+    "palette.png": palette(False),
+    "palette_transparent.png": palette(True),
+    "rgba.png": (Image.fromarray(pixels(41, 33, 4)), {}),
+    "grey_alpha.png": (Image.fromarray(pixels(20, 33, 2), "LA"), {}),
+    "grey.png": (Image.fromarray(pixels(20, 33, 1)[..., 0]), {}),
+    "grey_transparent.png": (Image.fromarray(pixels(20, 33, 1)[..., 0]), {"transparency": 7}),
+    "bits.png": (Image.fromarray(pixels(20, 33, 1)[..., 0] > 99), {}),
+    "sixteen_bits.png": (Image.fromarray(pixels(20, 33, 1)[..., 0].astype(np.uint16) * 200), {}),
+    "cmyk.jpg": (Image.fromarray(pixels(40, 30, 4), "CMYK"), {}),
+    "grey.jpg": (Image.fromarray(pixels(40, 30, 1)[..., 0]), {}),
+    "animated.gif": (
+        Image.fromarray(pixels(20, 30)).quantize(16),
+        {"save_all": True, "append_images": [Image.fromarray(pixels(20, 30, seed=1)).quantize(16)]},
+    ),
+    "rgba.webp": (Image.fromarray(pixels(41, 33, 4)), {"lossless": True}),
+    "stereo.mpo": (
+        Image.fromarray(pixels(20, 30)),
+        {"save_all": True, "append_images": [Image.fromarray(pixels(20, 30, seed=1))]},
+    ),
+    "image.bmp": (Image.fromarray(pixels(41, 33)), {}),
+    "image.tiff": (Image.fromarray(pixels(41, 33)), {}),
+    "rotated.png": (Image.fromarray(pixels(20, 50)), {"exif": exif(6)}),
+} | {f"turned_{n}.jpg": (Image.fromarray(pixels(48, 20)), {"exif": exif(n)}) for n in range(1, 9)}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_equals_load_image(name: str, tmp_path: Path) -> None:
+    image, options = FILES[name]
+    path = save(tmp_path / name, image, **options)
+    np.testing.assert_array_equal(load_rgb(path), convert_to_rgb(load_image(str(path)), return_numpy=True))
+    assert_same(str(path), load_image(str(path)))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_opened_image_equals_their_processor(name: str, tmp_path: Path) -> None:
+    """An image that the caller opened is composited onto white and not turned: what their processor does with it."""
+    image, options = FILES[name]
+    path = save(tmp_path / name, image, **options)
+    with Image.open(path) as ours, Image.open(path) as theirs:
+        assert_same(ours, theirs)
+
+
+def test_rotated_photo_is_turned_upright(tmp_path: Path) -> None:
+    """Not only as they do, but right: the bright left half of a stored image with orientation 6 is on top."""
+    array = np.zeros((20, 60, 3), np.uint8)
+    array[:, :30] = 255
+    path = save(tmp_path / "photo.jpg", Image.fromarray(array), exif=exif(6), quality=95)
+    turned = load_rgb(path)
+    assert turned.shape == (60, 20, 3)
+    assert turned[:25].min() > 200
+    assert turned[35:].max() < 50
+
+
+def test_fully_transparent_image_is_white() -> None:
+    image = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
+    assert (load_rgb(image) == 255).all()
+    assert (load_rgb(np.array(image)) == 255).all()
+
+
+def test_array_is_not_changed() -> None:
+    array = pixels(30, 20, 4)
+    before = array.copy()
+    preprocess(array, STRETCH)
+    np.testing.assert_array_equal(array, before)
+
+
+ENCODED = ["png", "jpeg", "gif", "webp", "bmp", "tiff"]
+
+
+@pytest.mark.parametrize("kind", ENCODED)
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.6, 0.95])
+def test_truncated_file_is_told(kind: str, share: float, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels(60, 70)).save(buffer, kind)
+    path = tmp_path / f"image.{kind}"
+    path.write_bytes(buffer.getvalue()[: int(len(buffer.getvalue()) * share)])
+    with pytest.raises(UserError, match=rf"image\.{kind}: not a readable image"):
+        load_rgb(path)
+
+
+def test_truncated_image_that_the_caller_opened(tmp_path: Path) -> None:
+    path = save(tmp_path / "image.png", Image.fromarray(pixels(60, 70)))
+    path.write_bytes(path.read_bytes()[:5000])
+    with Image.open(path) as image, pytest.raises(UserError, match="not a readable image"):
+        load_rgb(image)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_file_breaks_it(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A file with flipped bytes is an image or a UserError, whatever the decoder thinks of it."""
+    kind = data.draw(st.sampled_from(sorted(ENCODED)))
+    buffer = io.BytesIO()
+    Image.fromarray(pixels(12, 13)).save(buffer, kind)
+    content = bytearray(buffer.getvalue())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / f"flipped.{kind}"
+    path.write_bytes(content)
+    try:
+        image = load_rgb(path)
+    except UserError:
+        return
+    assert image.dtype == np.uint8
+    assert image.shape[2] == 3
+
+
+def test_image_with_too_many_pixels_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "bomb.png", Image.new("L", (300, 200)))
+    for limit in (50_000, 20_000):  # where Pillow only warns, and where it refuses
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        with pytest.raises(UserError, match=r"bomb\.png: too many pixels"):
+            load_rgb(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60_000)
+    assert load_rgb(path).shape == (200, 300, 3)
+
+
+def test_default_limit_refuses_a_real_bomb(tmp_path: Path) -> None:
+    """100 megapixels in 12 kB."""
+    path = save(tmp_path / "bomb.png", Image.new("1", (10_000, 10_000)))
+    with pytest.raises(UserError, match="too many pixels"):
+        load_rgb(path)
+
+
+def test_large_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "image.png", Image.fromarray(pixels(60, 70)))
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(UserError, match=r"image\.png: larger than"):
+        load_rgb(path)
+
+
+def test_narrow_image_does_not_blow_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pixel by 100,000 with its shorter edge stretched to 2,000 would be 200 gigapixels."""
+    settings = ImagePreprocessor({"shortest_edge": 2000}, 3, {"height": 9, "width": 9}, 1 / 255, MEAN, STD)
+    with pytest.raises(UserError, match="too narrow"):
+        preprocess(pixels(1, 100_000), settings)
+
+
+def test_formats_that_run_programs_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "image.eps", Image.fromarray(pixels(10, 10)))
+    with pytest.raises(UserError, match="not a readable image"):
+        load_rgb(path)
+
+
+def test_text_file_is_no_image(tmp_path: Path) -> None:
+    path = tmp_path / "notes.png"
+    path.write_text("not an image")
+    with pytest.raises(UserError, match=r"notes\.png: not a readable image"):
+        load_rgb(path)

@@ -1,0 +1,234 @@
+"""Template, tokens and rows: against Hugging Face's processor on the demo checkpoint, and by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from engines.bundle import Bucket, Embedding, Level, Model
+from engines.errors import UserError
+from runtime.prompt import PromptReader, Rows, choose_bucket, lay_out, left_pad
+from tests.runtime import toy
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-vlm"
+
+
+def model(**changes: Any) -> Model:
+    values: dict[str, Any] = {
+        "model_type": "llava", "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "hidden_size": 1,
+        "vocab_size": 128, "max_positions": 1024, "image_token_id": 4, "image_tokens": 64, "bos_token_id": 1,
+        "eos_token_ids": [2], "embedding": Embedding(0, "float32", [128, 1]),
+    }  # fmt: skip
+    return Model(**values | changes)
+
+
+def reader(folder: Path, source: Path = DEMO, template: str | None = None, **settings: Any) -> PromptReader:
+    """A reader of the demo's tokenizer and template, as export lays them into a bundle."""
+    shutil.copy(source / "tokenizer.json", folder)
+    shutil.copy(source / "chat_template.jinja", folder)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
+    (folder / "prompt.json").write_text(json.dumps(tokens | {"add_special_tokens": False} | settings))
+    return PromptReader(folder, model())
+
+
+@cache
+def processor() -> Any:
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(DEMO)
+
+
+def conversation(images: int, text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*[{"type": "image"}] * images, {"type": "text", "text": text}]}]
+
+
+CHATS = {
+    "one": conversation(1, "what color is the shape?"),
+    "two": conversation(2, "Is there a RED circle in image 2 ?"),
+    "four": conversation(4, "what is in row 3 of image 4"),
+    "eight": conversation(8, "how many images contain a triangle, 10 or 25?"),
+    "unknown words": conversation(1, "Grüße, what about zebras  and\n\nnewlines\t?!"),
+    "several turns": [
+        *conversation(1, "what is it?"),
+        {"role": "assistant", "content": "a circle"},
+        {"role": "user", "content": [{"type": "text", "text": "and this"}, {"type": "image"}]},
+    ],
+    "text only": [{"role": "user", "content": "what is it?"}],
+}
+
+
+def images_in(chat: list[dict[str, Any]]) -> int:
+    return sum(part["type"] == "image" for m in chat if not isinstance(m["content"], str) for part in m["content"])
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_ids_equal_hugging_faces(name: str, tmp_path: Path) -> None:
+    chat, images = CHATS[name], images_in(CHATS[name])
+    ours = reader(tmp_path)
+    text = processor().apply_chat_template(chat, add_generation_prompt=True)
+    pictures = [Image.new("RGB", (64, 64))] * images or None
+    expected = processor()(text=text, images=pictures, add_special_tokens=False)["input_ids"][0]
+
+    assert ours.text(chat, images) == text
+    rows = lay_out(ours.ids(chat, images), [np.arange(64)] * images, 4, 64)
+    assert rows.ids.tolist() == list(expected)
+    assert rows.positions.tolist() == list(range(len(expected)))
+    assert rows.total == len(expected)
+
+
+def test_their_own_tokenizing_of_a_chat_adds_nothing(tmp_path: Path) -> None:
+    """The demo's template writes `<s>` itself, so `add_special_tokens` is false."""
+    chat = CHATS["one"]
+    image = {"type": "image", "image": Image.new("RGB", (64, 64))}
+    chat_with_image = [{"role": "user", "content": [image, *chat[0]["content"][1:]]}]
+    expected = processor().apply_chat_template(
+        chat_with_image, add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"][0]
+    rows = lay_out(reader(tmp_path).ids(chat, 1), [np.arange(64)], 4, 64)
+    assert rows.ids.tolist() == list(expected)
+
+
+def test_plain_question_is_one_message_with_its_images_first(tmp_path: Path) -> None:
+    ours = reader(tmp_path)
+    assert ours.ids("is it red", 2) == ours.ids(conversation(2, "is it red"), 2)
+
+
+TEMPLATES = {
+    "trimmed": "{% for m in messages %}\n    {% if true %}\n  {{ m['role'] }}\n    {% endif %}\n{% endfor %}\nend",
+    "tojson": "{{ {'a': '<é & \\'>', 'b': [1, 2]} | tojson }}{{ {'b': 1, 'a': 2} | tojson(indent=2, sort_keys=true) }}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "namespace": "{% set ns = namespace(n=1) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "special tokens": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ add_generation_prompt }}",
+    "undefined": "{{ tools }}{% if tools is defined and tools %}x{% endif %}{% if documents %}y{% endif %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.role }} {% endgeneration %}{% endfor %}",
+    "date": "{{ strftime_now('%Y %B') }}",
+    "dict": "{{ dict(a=1) | tojson }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_template_renders_as_hugging_face_renders_it(name: str, tmp_path: Path) -> None:
+    ours = reader(tmp_path, template=TEMPLATES[name])
+    chat = CHATS["several turns"]
+    expected = processor().apply_chat_template(chat, chat_template=TEMPLATES[name], add_generation_prompt=True)
+    assert ours.text(chat, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content.nothing.at_all }}", "chat template refuses"),
+        ("{{ ''.__class__.__mro__ }}", "chat template refuses"),
+        ("{{ messages.append(1) }}", "chat template refuses"),
+    ],
+)
+def test_template_that_refuses_or_escapes(template: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        reader(tmp_path, template=template).text("hello", 0)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "prompt.json"])
+@pytest.mark.parametrize("content", [None, b"", b"{% if %}", b"\xff\xfe{{", b"[1]"])
+def test_broken_file_is_told(name: str, content: bytes | None, tmp_path: Path) -> None:
+    if name == "chat_template.jinja" and content in (b"", b"[1]"):
+        pytest.skip("a valid, if useless, template")
+    reader(tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+        PromptReader(tmp_path, model())
+
+
+def test_special_tokens_are_added_when_told(tmp_path: Path) -> None:
+    """A tokenizer whose post-processor writes `<s>`, with a template that does not."""
+    ours = reader(tmp_path, template="{{ messages[0].content[0].text }}")
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<s>", "type_id": 0}})
+    tokenizer["post_processor"]["special_tokens"] = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    without = ours.ids("is it red", 0)
+    assert PromptReader(tmp_path, model()).ids("is it red", 0) == without
+    (tmp_path / "prompt.json").write_text('{"add_special_tokens": true}')
+    assert PromptReader(tmp_path, model()).ids("is it red", 0) == [1, *without]
+
+
+def test_tokenizers_own_padding_and_truncation_are_off(tmp_path: Path) -> None:
+    ours = reader(tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    tokenizer["padding"] = {
+        "strategy": {"Fixed": 99}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert PromptReader(tmp_path, model()).ids("is it red", 0) == ours.ids("is it red", 0)
+
+
+def test_token_outside_the_vocabulary_is_told(tmp_path: Path) -> None:
+    reader(tmp_path)
+    with pytest.raises(UserError, match="outside the model's vocabulary of 10"):
+        PromptReader(tmp_path, model(vocab_size=10)).ids("is it red", 0)
+
+
+def test_end_token_does_not_show(tmp_path: Path) -> None:
+    assert reader(tmp_path).decode([56, 64, 2]) == "red circle"
+
+
+@given(st.lists(st.one_of(st.integers(5, 20), st.sets(st.integers(0, 6), max_size=7).map(sorted)), max_size=12))
+def test_rows_by_definition(items: list[Any]) -> None:
+    """A list of text ids and images (their kept places): positions count all 7 of an image, rows the kept."""
+    ids = [4 if isinstance(item, list) else item for item in items]
+    kept = [np.array(item, np.int32) for item in items if isinstance(item, list)]
+    expected, position = [], 0
+    for item in items:
+        if isinstance(item, list):
+            expected += [(4, position + place, 2) for place in item]
+            position += 7
+        else:
+            expected.append((item, position, 1))
+            position += 1
+    rows = lay_out(ids, kept, 4, 7)
+    assert list(zip(rows.ids.tolist(), rows.positions.tolist(), rows.kinds.tolist(), strict=True)) == expected
+    assert rows.total == position
+    assert rows.positions.dtype == np.int32
+    assert rows.kinds.dtype == np.int32
+
+
+def test_first_row_after_the_images() -> None:
+    rows = lay_out([1, 4, 7, 4, 8, 9], [np.array([0, 2]), np.array([1])], 4, 3)
+    assert rows.after_images == 5  # 1 I I 7 I | 8 9
+    assert rows[5:].positions.tolist() == [8, 9]
+
+
+def test_left_pad() -> None:
+    rows = Rows(np.array([5, 4, 6]), np.array([0, 3, 9], np.int32), np.array([1, 2, 1], np.int32), 10)
+    inputs = left_pad(np.ones((3, 2), np.float32), rows, 5)
+    assert inputs["embeddings"].tolist() == [[[0, 0], [0, 0], [1, 1], [1, 1], [1, 1]]]
+    assert inputs["positions"].tolist() == [[0, 0, 0, 3, 9]]
+    assert inputs["kinds"].tolist() == [[0, 0, 1, 2, 1]]
+    assert [array.dtype for array in inputs.values()] == [np.float32, np.int32, np.int32]
+
+
+def test_bucket_choice_does_not_trust_the_order() -> None:
+    buckets = [Bucket(length, [1], 2, 1, "p", "d", "") for length in (64, 16, 32)]
+    level = Level({}, 4, "v", buckets)
+    assert [choose_bucket(n, level).length for n in (1, 16, 17, 33, 64)] == [16, 16, 32, 64, 64]
+    with pytest.raises(UserError, match=r"65 tokens.*longest bucket's 64.*--buckets 65"):
+        choose_bucket(65, level)
+
+
+def test_toy_template_is_the_demos() -> None:
+    assert (DEMO / "chat_template.jinja").read_text() == toy.TEMPLATE

@@ -1,0 +1,360 @@
+"""A bundle small enough to compute by hand: real attention over store + window in a few ONNX nodes, random weights.
+
+A token's row is its embedding + what its position adds + what its kind adds. Every layer attends from that row (layers
+do not feed each other), and the logits are a sum over layers. The store keeps the *last* C tokens before the window.
+`reference.py` computes the same with lists and numpy, without anything of the runtime.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from engines import bundle
+from engines.bundle import Bucket, Embedding, Level, Manifest, Model, TensorSpec
+from engines.preprocessor import ImagePreprocessor
+
+LAYERS, HEADS, HEAD_DIM, HIDDEN, IMAGE_TOKENS, POSITIONS = 2, 2, 4, 8, 4, 120
+# fmt: off
+WORDS = [
+    "<pad>", "<s>", "</s>", "<unk>", "<image>", "user", "assistant", "image", ":", "1", "2", "3", "4", "5", "6", "7",
+    "8", "what", "is", "it", "red", "blue", "one", "two", "yes", "no", "left", "right", "how", "many", "big", "small",
+]
+# fmt: on
+VOCABULARY = len(WORDS)
+END, IMAGE = WORDS.index("</s>"), WORDS.index("<image>")
+EMBEDDING_OFFSET = 4096
+TEMPLATE = (
+    "{{ bos_token }}{% set ns = namespace(k=0) %}{% for m in messages %}{{ m['role'] }} :"
+    "{% if m['content'] is string %} {{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}{% set ns.k = ns.k + 1 %} image {{ ns.k }} : <image>"
+    "{% elif c['type'] == 'text' %} {{ c['text'] }}{% endif %}{% endfor %}{% endif %} "
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant :{% endif %}"
+)
+
+
+def _random(*shape: int, seed: int, scale: float = 1.0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, scale, shape).astype(np.float32)
+
+
+WEIGHTS = {
+    "embedding": _random(VOCABULARY, HIDDEN, seed=1),
+    "position": _random(POSITIONS, HIDDEN, seed=2),
+    "kind": _random(3, HIDDEN, seed=3),
+    "vision": _random(3, HIDDEN, seed=4, scale=3.0),
+    "query": _random(LAYERS, HIDDEN, HIDDEN, seed=5, scale=0.4),
+    "key": _random(LAYERS, HIDDEN, HIDDEN, seed=6, scale=0.4),
+    "value": _random(LAYERS, HIDDEN, HIDDEN, seed=7),
+    "output": _random(LAYERS, HIDDEN, VOCABULARY, seed=8),
+    "skip": _random(HIDDEN, VOCABULARY, seed=9, scale=0.5),
+}
+PREPROCESSOR = ImagePreprocessor({"height": 8, "width": 8}, 3, None, 1 / 255, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
+LEVELS = {  # level: kept of an image, whether it compacts, [(S, C of each layer, W, r)]
+    "loose": (4, False, [(16, [12, 12], 24, 4), (40, [36, 36], 24, 4)]),
+    "tight": (2, True, [(16, [8, 6], 8, 4), (40, [10, 12], 8, 4)]),
+}
+
+
+class Builder:
+    """Nodes appended one after another; every method returns the name of its result."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self.constants: list[Any] = []
+        self.inputs: list[TensorSpec] = []
+        self.outputs: list[TensorSpec] = []
+
+    def input(self, name: str, dtype: str, *shape: int) -> str:
+        self.inputs.append(TensorSpec(name, dtype, list(shape)))
+        return name
+
+    def output(self, name: str, value: str, dtype: str, *shape: int) -> None:
+        self.nodes.append(helper.make_node("Identity", [value], [name]))
+        self.outputs.append(TensorSpec(name, dtype, list(shape)))
+
+    def const(self, value: Any) -> str:
+        name = f"constant_{len(self.constants)}"
+        array = np.asarray(value)
+        array = array.astype(np.int64) if array.dtype.kind == "i" else array.astype(np.float32)
+        self.constants.append(onnx.numpy_helper.from_array(array, name))
+        return name
+
+    def __call__(self, op: str, *inputs: str, **attributes: Any) -> str:
+        name = f"{op.lower()}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(op, list(inputs), [name], **attributes))
+        return name
+
+    def top(self, values: str, count: int, largest: int) -> tuple[str, str]:
+        """The `count` largest or smallest in order, and their indices."""
+        names = [f"top_{len(self.nodes)}", f"top_index_{len(self.nodes)}"]
+        self.nodes.append(helper.make_node("TopK", [values, self.const([count])], names, axis=1, largest=largest))
+        return names[0], names[1]
+
+    def cast(self, value: str, dtype: str) -> str:
+        return self("Cast", value, to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+    def cut(self, value: str, start: int, stop: int, axis: int) -> str:
+        return self("Slice", value, *(self.const([n]) for n in (start, stop, axis)))
+
+    def reshape(self, value: str, *shape: int) -> str:
+        return self("Reshape", value, self.const(list(shape)))
+
+    def append(self, value: str, shape: list[int], axis: int, fill: float, dtype: str = "float32") -> str:
+        """`value` with `shape` of `fill` behind it."""
+        return self("Concat", value, self.cast(self.const(np.full(shape, fill, np.float32)), dtype), axis=axis)
+
+    def save(self, path: Path, kind: Any) -> bundle.Graph:
+        def info(spec: TensorSpec) -> Any:
+            return helper.make_tensor_value_info(
+                spec.name, helper.np_dtype_to_tensor_dtype(np.dtype(spec.dtype)), spec.shape
+            )
+
+        graph = helper.make_graph(
+            self.nodes, kind, [info(s) for s in self.inputs], [info(s) for s in self.outputs], self.constants
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+        onnx.checker.check_model(model)
+        onnx.save(model, path)
+        return bundle.Graph(kind, path.name, self.inputs, self.outputs)
+
+
+def _state(bucket: Bucket) -> dict[str, tuple[str, list[int]]]:
+    """name -> dtype and shape of every state tensor."""
+    specs: dict[str, tuple[str, list[int]]] = {}
+    for layer, slots in enumerate(bucket.capacities):
+        specs |= {
+            f"key_store.{layer}": ("float32", [1, HEADS, slots, HEAD_DIM]),
+            f"value_store.{layer}": ("float32", [1, HEADS, slots, HEAD_DIM]),
+            f"store_bias.{layer}": ("float16", [1, HEADS, slots]),
+            f"store_positions.{layer}": ("int32", [1, HEADS, slots]),
+        }
+        if bucket.compact:
+            specs[f"store_mass.{layer}"] = ("float32", [1, HEADS, slots])
+    specs |= {
+        "key_window": ("float32", [LAYERS, 1, HEADS, bucket.window, HEAD_DIM]),
+        "value_window": ("float32", [LAYERS, 1, HEADS, bucket.window, HEAD_DIM]),
+    }
+    if bucket.compact:
+        specs["window_mass"] = ("float32", [LAYERS, 1, HEADS, bucket.window])
+    specs["window_bias"] = ("float32", [1, bucket.window])
+    specs["window_positions"] = ("int32", [1, bucket.window])
+    return specs
+
+
+def _rows(g: Builder, embeddings: str, positions: str, kinds: str | None) -> str:
+    kind = g.const(WEIGHTS["kind"])
+    added = g("Gather", kind, kinds) if kinds else g("Gather", kind, g.const([[1]]))
+    return g("Add", g("Add", embeddings, g("Gather", g.const(WEIGHTS["position"]), positions)), added)
+
+
+def _heads(g: Builder, rows: str, weight: np.ndarray, length: int) -> str:
+    split = g.reshape(g("MatMul", rows, g.const(weight)), 1, length, HEADS, HEAD_DIM)
+    return g("Transpose", split, perm=[0, 2, 1, 3])
+
+
+def _attend(g: Builder, query: str, keys: str, values: str, bias: str) -> tuple[str, str]:
+    """[1, H, 1, D] over [1, H, T, D] with bias [1, H or 1, T] -> output [1, 1, H * D], probabilities [1, H, T]."""
+    scores = g("Mul", g("MatMul", query, g("Transpose", keys, perm=[0, 1, 3, 2])), g.const(HEAD_DIM**-0.5))
+    p = g("Softmax", g("Add", scores, g("Unsqueeze", bias, g.const([2]))), axis=-1)
+    mixed = g.reshape(g("Transpose", g("MatMul", p, values), perm=[0, 2, 1, 3]), 1, 1, HIDDEN)
+    return mixed, g("Squeeze", p, g.const([2]))
+
+
+def _logits(g: Builder, last: str, mixed: list[str]) -> str:
+    total = g("MatMul", last, g.const(WEIGHTS["skip"]))
+    for layer, value in enumerate(mixed):
+        total = g("Add", total, g("MatMul", value, g.const(WEIGHTS["output"][layer])))
+    return g.reshape(total, 1, VOCABULARY)
+
+
+def _vision(kept: int) -> Builder:
+    """Means of 4 x 4 patches -> rows; the brightest `kept` of them, in their order."""
+    g = Builder()
+    pixels = g.reshape(g.input("pixel_values", "float32", 1, 3, 8, 8), 1, 3, 2, 4, 2, 4)
+    means = g("ReduceMean", pixels, g.const([3, 5]), keepdims=0)
+    patches = g("Transpose", g.reshape(means, 1, 3, IMAGE_TOKENS), perm=[0, 2, 1])
+    brightness = g("ReduceSum", patches, g.const([2]), keepdims=0)
+    _, best = g.top(brightness, kept, largest=1)
+    ascending, _ = g.top(g.cast(best, "float32"), kept, largest=0)
+    index = g.cast(ascending, "int64")
+    rows = g("MatMul", g("Gather", g("Squeeze", patches, g.const([0])), index), g.const(WEIGHTS["vision"]))
+    g.output("visual_tokens", rows, "float32", 1, kept, HIDDEN)
+    g.output("kept", g.cast(index, "int32"), "int32", 1, kept)
+    return g
+
+
+def _prefill(bucket: Bucket) -> Builder:
+    g, length, recent = Builder(), bucket.length, bucket.recent
+    state, edge, free = _state(bucket), bucket.length - bucket.recent, bucket.window - bucket.recent
+    embeddings = g.input("embeddings", "float32", 1, length, HIDDEN)
+    positions = g.input("positions", "int32", 1, length)
+    kinds = g.input("kinds", "int32", 1, length)
+    rows = _rows(g, embeddings, positions, kinds)
+    last = g.cut(rows, length - 1, length, 1)
+    empty = g("Equal", g.cast(kinds, "int64"), g.const([0]))
+    bias = g("Where", empty, g.const([-np.inf]), g.const([0.0]))
+    places = g("Where", empty, g.cast(g.const([-1]), "int32"), positions)
+
+    mixed: list[str] = []
+    masses: list[str] = []
+    windows: dict[str, list[str]] = {"key": [], "value": []}
+    for layer, slots in enumerate(bucket.capacities):
+        keys, values = (_heads(g, rows, WEIGHTS[name][layer], length) for name in ("key", "value"))
+        query = _heads(g, last, WEIGHTS["query"][layer], 1)
+        out, p = _attend(g, query, keys, values, g("Unsqueeze", bias, g.const([1])))
+        mixed.append(out)
+        both = g.const([1, HEADS, 1])
+        stored = {
+            f"key_store.{layer}": g.cut(keys, edge - slots, edge, 2),
+            f"value_store.{layer}": g.cut(values, edge - slots, edge, 2),
+            f"store_bias.{layer}": g.cast(
+                g("Tile", g.reshape(g.cut(bias, edge - slots, edge, 1), 1, 1, slots), both), "float16"
+            ),
+            f"store_positions.{layer}": g("Tile", g.reshape(g.cut(places, edge - slots, edge, 1), 1, 1, slots), both),
+            f"store_mass.{layer}": g.cut(p, edge - slots, edge, 2),
+        }
+        for name, value in stored.items():
+            if name in state:
+                g.output(name, value, state[name][0], *state[name][1])
+        for name, value in (("key", keys), ("value", values)):
+            tail = g.append(g.cut(value, edge, length, 2), [1, HEADS, free, HEAD_DIM], 2, 0)
+            windows[name].append(g("Unsqueeze", tail, g.const([0])))
+        masses.append(g("Unsqueeze", g.append(g.cut(p, edge, length, 2), [1, HEADS, free], 2, 0), g.const([0])))
+    window = {
+        "key_window": g("Concat", *windows["key"], axis=0),
+        "value_window": g("Concat", *windows["value"], axis=0),
+        "window_mass": g("Concat", *masses, axis=0),
+        "window_bias": g.append(g.cut(bias, edge, length, 1), [1, free], 1, -np.inf),
+        "window_positions": g.append(g.cut(places, edge, length, 1), [1, free], 1, -1, "int32"),
+    }
+    for name, value in window.items():
+        if name in state:
+            g.output(name, value, state[name][0], *state[name][1])
+    g.output("logits", _logits(g, last, mixed), "float32", 1, VOCABULARY)
+    assert recent > 0
+    return g
+
+
+def _decode(bucket: Bucket) -> Builder:
+    g, state, width = Builder(), _state(bucket), bucket.window
+    embedding = g.input("embedding", "float32", 1, 1, HIDDEN)
+    position = g.input("position", "int32", 1, 1)
+    for name, (dtype, shape) in state.items():
+        if "positions" not in name:
+            g.input(name, dtype, *shape)
+    row = _rows(g, embedding, position, None)
+    window_bias = g.append(g.reshape("window_bias", 1, 1, width), [1, 1, 1], 2, 0)
+    window_bias = g("Tile", window_bias, g.const([1, HEADS, 1]))
+    mixed: list[str] = []
+    masses: list[str] = []
+    new: dict[str, list[str]] = {"key": [], "value": []}
+    for layer, slots in enumerate(bucket.capacities):
+        rows = {}
+        for name in ("key", "value"):
+            own = _heads(g, row, WEIGHTS[name][layer], 1)
+            new[name].append(g("Unsqueeze", own, g.const([0])))
+            window = g("Gather", f"{name}_window", g.const(layer), axis=0)
+            rows[name] = g("Concat", f"{name}_store.{layer}", window, own, axis=2)
+        bias = g("Concat", g.cast(f"store_bias.{layer}", "float32"), window_bias, axis=2)
+        out, p = _attend(g, _heads(g, row, WEIGHTS["query"][layer], 1), rows["key"], rows["value"], bias)
+        mixed.append(out)
+        if bucket.compact:
+            total = g("Add", f"store_mass.{layer}", g.cut(p, 0, slots, 2))
+            g.output(f"new_store_mass.{layer}", total, "float32", 1, HEADS, slots)
+            masses.append(g("Unsqueeze", g.cut(p, slots, slots + width + 1, 2), g.const([0])))
+    g.output("logits", _logits(g, row, mixed), "float32", 1, VOCABULARY)
+    for name, values in new.items():
+        g.output(f"new_{name}", g("Concat", *values, axis=0), "float32", LAYERS, 1, HEADS, 1, HEAD_DIM)
+    if bucket.compact:
+        stacked = g("Concat", *masses, axis=0)
+        total = g("Add", "window_mass", g.cut(stacked, 0, width, 3))
+        g.output("new_window_mass", total, "float32", LAYERS, 1, HEADS, width)
+        g.output("new_mass", g.cut(stacked, width, width + 1, 3), "float32", LAYERS, 1, HEADS, 1)
+    return g
+
+
+def _compact(bucket: Bucket) -> Builder:
+    """Store and the window's oldest tokens -> the last C of them; the window moves its last r to the front."""
+    g, state, width = Builder(), _state(bucket), bucket.window
+    old = width - bucket.recent
+    for name, (dtype, shape) in state.items():
+        g.input(name, dtype, *shape)
+    for layer, slots in enumerate(bucket.capacities):
+        both = g.const([1, HEADS, 1])
+        leaving = {
+            "key_store": g("Gather", "key_window", g.const(layer), axis=0),
+            "value_store": g("Gather", "value_window", g.const(layer), axis=0),
+            "store_bias": g.cast(g("Tile", g.reshape("window_bias", 1, 1, width), both), "float16"),
+            "store_positions": g("Tile", g.reshape("window_positions", 1, 1, width), both),
+            "store_mass": g("Gather", "window_mass", g.const(layer), axis=0),
+        }
+        for name, window in leaving.items():
+            everything = g("Concat", f"{name}.{layer}", g.cut(window, 0, old, 2), axis=2)
+            dtype, shape = state[f"{name}.{layer}"]
+            g.output(f"new_{name}.{layer}", g.cut(everything, old, slots + old, 2), dtype, *shape)
+    fills = {"window_bias": (1, -np.inf), "window_positions": (1, -1), "window_mass": (3, 0), "key_window": (3, 0)}
+    for name, (axis, fill) in (fills | {"value_window": fills["key_window"]}).items():
+        dtype, shape = state[name]
+        empty = [*shape[:axis], old, *shape[axis + 1 :]]
+        g.output(f"new_{name}", g.append(g.cut(name, old, width, axis), empty, axis, fill, dtype), dtype, *shape)
+    return g
+
+
+def _tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(WORDS[:5])
+    return tokenizer
+
+
+def build(out: Path) -> Path:
+    """Write the toy bundle to `out`."""
+    with bundle.writing(out) as folder:
+        graphs: dict[str, bundle.Graph] = {}
+        levels: dict[str, Level] = {}
+        for level, (kept, compacts, sizes) in LEVELS.items():
+            vision = f"vision_{level}"
+            graphs[vision] = _vision(kept).save(folder / f"{vision}.onnx", "vision")
+            buckets = []
+            for length, capacities, window, recent in sizes:
+                names = {kind: f"{kind}_{level}_{length}" for kind in ("prefill", "decode", "compact")}
+                if not compacts:
+                    names["compact"] = ""
+                bucket = Bucket(length, capacities, window, recent, **names)
+                for kind, make in (("prefill", _prefill), ("decode", _decode), ("compact", _compact)):
+                    if name := names[kind]:
+                        graphs[name] = make(bucket).save(folder / f"{name}.onnx", kind)
+                buckets.append(bucket)
+            levels[level] = Level({"name": level}, kept, vision, buckets)
+        table = WEIGHTS["embedding"]
+        (folder / bundle.WEIGHTS).write_bytes(bytes(EMBEDDING_OFFSET) + table.tobytes())
+        _tokenizer().save(str(folder / "tokenizer.json"))
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        (folder / "prompt.json").write_text(
+            '{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>", '
+            '"add_special_tokens": false}'
+        )
+        PREPROCESSOR.write(folder)
+        model = Model(
+            model_type="toy",
+            num_layers=LAYERS,
+            num_heads=HEADS,
+            num_kv_heads=HEADS,
+            head_dim=HEAD_DIM,
+            hidden_size=HIDDEN,
+            vocab_size=VOCABULARY,
+            max_positions=POSITIONS,
+            image_token_id=IMAGE,
+            image_tokens=IMAGE_TOKENS,
+            bos_token_id=1,
+            eos_token_ids=[END],
+            embedding=Embedding(EMBEDDING_OFFSET, "float32", list(table.shape)),
+        )
+        bundle.seal(folder, Manifest(model, levels, "loose", graphs, backends={"ort": "toy"}))
+    return out
