@@ -79,10 +79,14 @@ def observed_mass(query: Tensor, key: Tensor, bias: Tensor, seen: Tensor, scale:
         seen: 1 for a real query, 0 for padding, [batch, window].
 
     Returns:
-        Summed over the window, averaged over the query heads of a KV head: [batch, kv_heads, tokens], float32.
+        Summed over the window, averaged over the query heads of a KV head: [batch, kv_heads, tokens], float32. A token
+        inside the window is seen by the later queries only; its sum is scaled up to the whole window, or the end of
+        the question would always look unimportant.
     """
     attention = (attention_logits(query, key, scale).float() + bias[:, None, None]).softmax(dim=-1)
-    return (attention * seen[:, None, None, :, None]).sum(dim=3).mean(dim=2)
+    mass = (attention * seen[:, None, None, :, None]).sum(dim=3).mean(dim=2)
+    observers = ((bias > LOWEST / 2) * seen[:, :, None]).sum(dim=1)  # queries that can see each key, [batch, tokens]
+    return mass * (seen.sum(dim=1, keepdim=True) / observers.clamp(min=1))[:, None]
 
 
 def store_window_attention(

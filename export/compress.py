@@ -65,9 +65,9 @@ class Compress(nn.Module):
 
     key_scale: Tensor
 
-    def __init__(self, recipe: Recipe, capacity: int, statistics: KeyStatistics | None):
+    def __init__(self, recipe: Recipe, capacity: int, depth: float, statistics: KeyStatistics | None):
         super().__init__()
-        self.recipe, self.capacity = recipe, capacity
+        self.recipe, self.capacity, self.depth = recipe, capacity, depth
         self.importance, self.protect, self.int8 = recipe.importance, recipe.protect, recipe.int8
         if recipe.store == "int8":
             assert statistics is not None
@@ -76,7 +76,7 @@ class Compress(nn.Module):
     def select(self, tokens: Tokens) -> tuple[Tokens, Tensor]:
         """The `capacity` best tokens in their original order, and their indices [batch, kv_heads, capacity]."""
         tokens = tokens.padded(self.capacity)
-        score = self.protect(self.importance(tokens.mass, tokens.value), tokens.positions, tokens.bias)
+        score = self.protect(self.importance(tokens.mass, tokens.value), tokens.positions, tokens.bias, self.depth)
         *rows, index = torch.ops.unicache.topk_gather(
             score, tokens.key, tokens.value, tokens.positions, tokens.bias, self.capacity
         )

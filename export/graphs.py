@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from engines.bundle import TensorSpec
+from engines.errors import UserError
 from export.attention import LOWEST, attention_by, full_attention, observed_mass, store_window_attention
 from export.compress import Compress, KeyStatistics, Tokens
 from export.recipe import Recipe
@@ -43,7 +44,24 @@ class State:
 
     @property
     def capacities(self) -> list[int]:
-        return self.recipe.budget.capacities(self.length, self.decoder.num_layers)
+        """C_l of every layer: by the recipe's share of tokens, or by what its share of bytes leaves for the store.
+
+        Raises:
+            UserError: the window alone takes the bytes that the recipe allows.
+        """
+        budget, layers = self.recipe.budget, self.decoder.num_layers
+        if budget.kv_bytes is None:
+            return budget.capacities(budget.keep * self.length, layers)
+        fp16_token = 2 * layers * self.decoder.num_kv_heads * self.decoder.head_dim * 2 * self.batch
+        window = sum(spec.nbytes for spec in self._specs([0] * layers).values())
+        slot = sum(spec.nbytes for spec in self._specs([1] * layers).values()) - window  # one in every layer
+        slots = (budget.kv_bytes * self.length * fp16_token - window) / slot
+        if slots < budget.least:
+            raise UserError(
+                f"recipe {self.recipe.name}: kv_bytes = {budget.kv_bytes} leaves {slots:.1f} slots a layer beside the "
+                f"window of {self.window} in a bucket of {self.length} tokens: raise kv_bytes or shorten the window"
+            )
+        return budget.capacities(slots, layers)
 
     @property
     def window(self) -> int:
@@ -59,9 +77,12 @@ class State:
 
     def specs(self) -> dict[str, TensorSpec]:
         """name -> spec, store first."""
+        return self._specs(self.capacities)
+
+    def _specs(self, capacities: list[int]) -> dict[str, TensorSpec]:
         d, heads = self.decoder, [self.batch, self.decoder.num_kv_heads]
         specs = {}
-        for layer, slots in enumerate(self.capacities):
+        for layer, slots in enumerate(capacities):
             store = {
                 "key_store": (self.recipe.store, [*heads, slots, d.head_dim]),
                 "value_store": (self.recipe.store, [*heads, slots, d.head_dim]),
@@ -130,9 +151,10 @@ class _Stateful(Graph):
     def __init__(self, state: State, statistics: list[KeyStatistics] | None):
         super().__init__()
         self.state = state
-        per_layer = statistics or [None] * state.decoder.num_layers
+        layers = state.decoder.num_layers
         self.compress = nn.ModuleList(
-            Compress(state.recipe, slots, known) for slots, known in zip(state.capacities, per_layer, strict=True)
+            Compress(state.recipe, slots, layer / layers, statistics[layer] if statistics else None)
+            for layer, slots in enumerate(state.capacities)
         )
 
     def state_of(self, tensors: dict[str, Tensor], layer: int) -> dict[str, Tensor]:

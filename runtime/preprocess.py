@@ -57,6 +57,7 @@ def _file_rgb(path: Path) -> np.ndarray:
         raise UserError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB: shrink the image")
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd tags and the like, on the terminal, about an image that is fine
             # Pillow warns above MAX_IMAGE_PIXELS (89 megapixels) and refuses only twice that: refuse both, unread.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             Image.init()

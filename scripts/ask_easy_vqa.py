@@ -53,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     vlm = runtime.open(arguments.bundle, level=arguments.level)
     asked = [*questions(arguments.count, images=1), *questions(arguments.count, images=4)]
     correct = 0
-    print(f"{'images':6}  {'question':52}  {'answer':10}  {'truth':10}  KV KiB of fp16 KiB")
+    print(f"{'images':6}  {'question':50}  {'answer':16}  {'truth':10}  KV KiB of fp16 KiB")
     for question in asked:
         result = vlm.generate(question.text, images=question.images)
         right = result.text.strip().lower() == question.truth
         correct += right
         kib, of_kib = result.stats.kv_bytes / 1024, result.stats.kv_bytes_uncompressed / 1024
         print(
-            f"{len(question.images):6}  {question.text:52}  {result.text:10}  {question.truth:10}  "
+            f"{len(question.images):6}  {question.text:50}  {result.text:16}  {question.truth:10}  "
             f"{kib:6.0f} of {of_kib:8.0f}{'' if right else '  wrong'}"
         )
     print(f"level {vlm.level}: {correct} of {len(asked)} right")

@@ -276,6 +276,7 @@ def report(
         say("no compact graph ran: this level never compacts its window")
     if differences:
         table = Table("graph", "runner", "outputs", "worst", "by", "agree", title=f"against {differences[0].first}")
+        table.columns[0].overflow = table.columns[3].overflow = "fold"
         for d in differences:
             verdict = "yes" if d.agree else "NO"
             table.add_row(d.graph, d.second, str(d.outputs), d.worst, f"{d.difference:.1e}", verdict)

@@ -38,4 +38,4 @@ step "ask, from Python: one image and four"
 show scripts/ask_easy_vqa.py "$bundle"
 
 step "KV bytes and accuracy: compressed against uncompressed"
-show scripts/accuracy.py "$bundle" --levels off,balanced,extreme --suites easy1,page1,easy4,page4 --limit 64
+show scripts/accuracy.py "$bundle" --levels off,balanced,extreme --suites easy1,page4 --limit 50

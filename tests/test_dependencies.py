@@ -30,7 +30,7 @@ MAY_IMPORT = {
         "safetensors",
         "rich",
         "PIL",
-    },  # fmt: skip
+    },
     "calibration": {"export", "engines", "numpy", "torch", "transformers", "safetensors", "rich", "PIL", "jinja2"},
 }
 TOP = ROOT / "export" / "build.py"  # the user's entry may import everything but the runtime

@@ -27,7 +27,7 @@ class Shape:
 
 
 SHAPES = {
-    1: Shape(7, 8),
+    1: Shape(10, 8),
     2: Shape(5, 10),
     3: Shape(4, 12),
     4: Shape(3, 14),
@@ -101,16 +101,16 @@ class Plan:
 
 
 PLAN = Plan(
-    warmup_steps=150,
+    warmup_steps=300,
     warmup_images=32,
-    warmup_rate=Rate(fall=60),
+    warmup_rate=Rate(fall=80),
     phases=(
-        Phase(240, {1: 1}),
-        Phase(160, {1: 0.3, 2: 0.5, 3: 0.2}),
-        Phase(600, {1: 0.2, 2: 0.15, 3: 0.1, 4: 0.55}),
-        Phase(200, {1: 0.15, 4: 0.5, 6: 0.1, 8: 0.25}),
+        Phase(200, {1: 1}),
+        Phase(100, {1: 0.4, 2: 0.6}),
+        Phase(400, {1: 0.25, 2: 0.15, 4: 0.6}),
+        Phase(100, {1: 0.15, 4: 0.6, 8: 0.25}),
     ),
-    rate=Rate(fall=450),
+    rate=Rate(fall=350),
 )
 
 

@@ -50,7 +50,7 @@ def accuracy(model: LlavaForConditionalGeneration, data: list[Context], label: s
     hits: list[bool] = []
     for i in tqdm(range(0, len(data), size), desc=label, leave=False, disable=not label):
         batch = collate(data[i : i + size])
-        logits, _, _ = forward(model, batch)
+        logits = forward(model, batch).logits
         hits += [hit for row in exact_matches(logits, batch) for hit in row]
     return float(np.mean(hits))
 
@@ -101,7 +101,7 @@ def generate_agrees(folder: Path, names: Iterable[str] = NAMES, prompts: int = 4
             out = model.generate(**inputs)[0, inputs["input_ids"].shape[1] :]
             exact = processor.decode(out, skip_special_tokens=True).strip() == question.answer
             batch = collate([Context(context.images, context.kinds, context.facts, [question])])
-            logits, _, _ = forward(model, batch)
+            logits = forward(model, batch).logits
             same += exact == exact_matches(logits, batch)[0][0]
             asked += 1
     return same, asked

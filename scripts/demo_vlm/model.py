@@ -13,6 +13,7 @@ what makes single-thread float32 training fit into the hour; a test holds it to 
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 IGNORE = -100
 BLOCKED = -1e4  # finite, so that a padded row stays a number
+GUIDED_LAYER, GUIDED_HEADS = 3, 4  # where training shows half of the heads which patches a question is about
 AUX_LAYER = 2  # the auxiliary head reads the hidden states that enter this decoder layer
 
 
@@ -94,6 +96,8 @@ def _init(model: nn.Module) -> None:
             p.normal_(std=0.7 / math.sqrt(p.shape[1]))
             if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight", "fc2.weight")):
                 p.mul_(0.5)
+            elif name.endswith("multi_modal_projector.linear_2.weight"):
+                p.mul_(0.3)  # visual tokens about as large as words
         elif "patch_embedding" in name:
             p.normal_(std=1 / math.sqrt(p[0].numel()))
         elif "position_embedding" in name:
@@ -112,6 +116,8 @@ class Batch:
         segment: 0 in the prefix, 1, 2, ... in the questions, -1 in padding, [B, T].
         labels: the next token where it belongs to an answer, IGNORE elsewhere, [B, T].
         mask: added to the scores of the question rows, 0 or BLOCKED, [B, 1, T - prefix, T].
+        target: where in the prefix the patches lie that an answer token must be read from, bool [N, T] for the N answer
+            tokens in row order.
         images, prefix: images of every context, length of the prefix.
     """
 
@@ -121,6 +127,7 @@ class Batch:
     segment: Tensor
     labels: Tensor
     mask: Tensor
+    target: Tensor
     images: int
     prefix: int
 
@@ -131,12 +138,25 @@ def normalise(images: Sequence[Pixels]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(((pixels - MEAN) / STD).transpose(0, 3, 1, 2)))
 
 
+def patches_asked(question: str) -> tuple[int, list[int]]:
+    """The image (from 0) and its patches that a question is about: a number's 2 x 4 patches, or the whole image."""
+    image = re.match(r"in image (\d) ,", question)
+    cell = re.search(r"number in row (\d) column (\d)", question)
+    patches = list(range(IMAGE_TOKENS))
+    if cell:
+        row, column = int(cell[1]) - 1, int(cell[2]) - 1
+        patches = [8 * (2 * row + i) + 4 * column + j for i in range(2) for j in range(4)]
+    return int(image[1]) - 1 if image else 0, patches
+
+
 def collate(contexts: Sequence[Context]) -> Batch:
     """Pack contexts; every one must have the same number of images."""
     images = len(contexts[0].images)
     head = prefix_ids(images)
     prefix = len(head)
+    first = [i for i, token in enumerate(head) if token == IMAGE][::IMAGE_TOKENS]
     rows = []
+    wanted: list[list[int]] = []
     for context in contexts:
         ids, segment, positions, labels = list(head), [0] * prefix, list(range(prefix)), [IGNORE] * prefix
         for s, question in enumerate(context.questions, 1):
@@ -146,6 +166,8 @@ def collate(contexts: Sequence[Context]) -> Batch:
             segment += [s] * len(tokens)
             positions += range(prefix, prefix + len(tokens))
             labels += [IGNORE] * (len(asked) - 1) + answer
+            image, patches = patches_asked(question.text)
+            wanted += [[first[image] + patch for patch in patches]] * len(answer)
         rows.append((ids, segment, positions, labels))
     length = max(len(row[0]) for row in rows)
     padded = [
@@ -158,8 +180,11 @@ def collate(contexts: Sequence[Context]) -> Batch:
     causal = index[None, prefix:, None] >= index[None, None, :]
     seen = ((asking[:, :, None] == segment_[:, None, :]) | (segment_[:, None, :] == 0)) & causal
     mask = torch.zeros(seen.shape).masked_fill(~seen, BLOCKED)[:, None]
+    target = torch.zeros(len(wanted), length, dtype=torch.bool)
+    for row, places in zip(target, wanted, strict=True):
+        row[places] = True
     pixels = normalise([image for context in contexts for image in context.images])
-    return Batch(pixels, ids_, positions_, segment_, labels_, mask, images, prefix)
+    return Batch(pixels, ids_, positions_, segment_, labels_, mask, target, images, prefix)
 
 
 def vision_features(tower: nn.Module, pixels: Tensor) -> Tensor:
@@ -176,16 +201,17 @@ def vision_features(tower: nn.Module, pixels: Tensor) -> Tensor:
     return h[:, 1:]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Plain attention, [B, H, Q, D] x [B, H, S, D] -> [B, Q, H * D].
-
-    Its backward on CPU is faster than scaled_dot_product_attention's at these lengths.
-    """
+def _weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention weights, [B, H, Q, D] x [B, H, S, D] -> [B, H, Q, S]."""
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3))
     if mask is not None:
         scores = scores + mask
-    out = torch.matmul(scores.softmax(-1), v)
-    return out.transpose(1, 2).flatten(2)
+    return scores.softmax(-1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Plain attention -> [B, Q, H * D]; its backward on CPU beats scaled_dot_product_attention's at these lengths."""
+    return torch.matmul(_weights(q, k, mask), v).transpose(1, 2).flatten(2)
 
 
 def _rms(x: Tensor, norm: nn.Module) -> Tensor:
@@ -198,19 +224,33 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
+@dataclass(frozen=True)
+class Output:
+    """What the packed pass gives.
+
+    Attributes:
+        logits: at the N answer tokens in row order, [N, vocabulary].
+        labels: the tokens due there, [N].
+        seen: the visual tokens' hidden states before layer AUX_LAYER, [B * images, 64, 256].
+        looked: share of attention that the answer tokens give to the patches they are about, in layer GUIDED_LAYER's
+            first GUIDED_HEADS heads, [N, GUIDED_HEADS].
+    """
+
+    logits: Tensor
+    labels: Tensor
+    seen: Tensor
+    looked: Tensor
+
+
 def forward(
     model: LlavaForConditionalGeneration, batch: Batch, train_vision: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Output:
     """The packed forward pass.
 
     Args:
         model: the LLaVA model; its own weights are used.
         batch: packed contexts.
         train_vision: whether gradients flow into the vision tower.
-
-    Returns:
-        Logits at the answer positions [N, vocabulary], the N tokens due there (in row order), and the visual tokens'
-        hidden states before layer AUX_LAYER, [B * images, 64, 256].
     """
     lm = model.model.language_model
     with torch.set_grad_enabled(train_vision and torch.is_grad_enabled()):
@@ -222,7 +262,9 @@ def forward(
     cos, sin = cos[:, None], sin[:, None]
     p = batch.prefix
     causal = torch.full((p, p), BLOCKED).triu(1)
-    seen = h
+    labels = batch.labels[:, p:]
+    chosen = labels != IGNORE
+    seen = looked = h
     for i, layer in enumerate(lm.layers):
         if i == AUX_LAYER:
             seen = h[visual].view(-1, IMAGE_TOKENS, h.shape[-1])
@@ -231,7 +273,11 @@ def forward(
         weight = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
         q, k, v = F.linear(x, weight).view(*x.shape[:2], 3, -1, a.head_dim).permute(2, 0, 3, 1, 4)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        asked = _attend(q[:, :, p:], k, v, batch.mask)
+        weights = _weights(q[:, :, p:], k, batch.mask)
+        if i == GUIDED_LAYER:
+            answering = weights[:, :GUIDED_HEADS].transpose(1, 2)[chosen]
+            looked = (answering * batch.target[:, None]).sum(-1)
+        asked = torch.matmul(weights, v).transpose(1, 2).flatten(2)
         if i + 1 < len(lm.layers):
             context = _attend(q[:, :, :p], k[:, :, :p], v[:, :, :p], causal)
             asked = torch.cat([context, asked], 1)
@@ -241,9 +287,7 @@ def forward(
         x = _rms(h, layer.post_attention_layernorm)
         gate, up = F.linear(x, torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])).chunk(2, -1)
         h = h + layer.mlp.down_proj(F.silu(gate) * up)
-    labels = batch.labels[:, p:]
-    chosen = labels != IGNORE
-    return model.lm_head(_rms(h[chosen], lm.norm)), labels[chosen], seen
+    return Output(model.lm_head(_rms(h[chosen], lm.norm)), labels[chosen], seen, looked)
 
 
 def exact_matches(logits: Tensor, batch: Batch) -> list[list[bool]]:

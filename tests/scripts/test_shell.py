@@ -59,7 +59,7 @@ class Checkout:
         )
 
     def environment(self, extras: str = EXTRAS, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.run("scripts/environment.sh", extras, **env)
+        return self.run("scripts/environment.sh", extras, cwd=None, **env)
 
     def asked(self, beginning: str) -> list[str]:
         """The calls of Python that begin so."""

@@ -1,0 +1,254 @@
+"""A random LLaVA with grouped-query heads, small enough to export in seconds, and a driver of the graph modules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from calibration.samples import FILE
+from demo_vlm.saving import build_processor
+from demo_vlm.vocabulary import TOKEN_IDS
+from engines.config import parse
+from export.checkpoint import Checkpoint
+from export.compress import KeyStatistics
+from export.graphs import NEW, PADDING, TEXT, VISUAL, Compact, Decode, Decoder, Prefill, State
+from export.recipe import Recipe
+
+IMAGE_SIZE, PATCH = 64, 16
+IMAGE_TOKENS = (IMAGE_SIZE // PATCH) ** 2
+POSITIONS = 256
+
+
+def llava(heads: int = 8, kv_heads: int = 2, head_dim: int = 16, layers: int = 3) -> LlavaForConditionalGeneration:
+    """A model with random weights, large enough for attention to be far from uniform."""
+    torch.manual_seed(0)
+    text = LlamaConfig(
+        vocab_size=len(TOKEN_IDS),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=IMAGE_SIZE,
+        patch_size=PATCH,
+        projection_dim=32,
+        initializer_range=0.2,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=4,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        image_seq_length=IMAGE_TOKENS,
+    )
+    return LlavaForConditionalGeneration(config).eval().requires_grad_(False)
+
+
+def save(folder: Path) -> Path:
+    """The tiny model as a checkpoint folder, with two calibration samples."""
+    processor = build_processor()
+    processor.patch_size = PATCH
+    processor.save_pretrained(folder)
+    llava().save_pretrained(folder)
+    samples(folder / "samples")
+    return folder
+
+
+def samples(folder: Path, count: int = 2) -> Path:
+    folder.mkdir(parents=True)
+    lines = []
+    for i in range(count):
+        Image.fromarray(picture(i)).save(folder / f"{i}.png")
+        lines.append(json.dumps({"images": [f"{i}.png"], "prompt": "what color is the shape ?", "answer": "red"}))
+    (folder / FILE).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def picture(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+
+
+def recipe(**tables: Any) -> Recipe:
+    """A recipe as a TOML file would give it: full precision, no eviction, unless told otherwise."""
+    defaults: dict[str, Any] = {
+        "name": "test",
+        "store": "float32",
+        "budget": {"keep": 1.0, "shallow_rate": 0.0, "deep_rate": 0.0},
+        "window": {"least": 8, "most": 8, "recent": 0.25, "dtype": "float32"},
+    }
+    for name, value in tables.items():
+        defaults[name] = {**defaults.get(name, {}), **value} if isinstance(value, dict) else value
+    return parse(Recipe, defaults, "test")
+
+
+class Prompt:
+    """A prompt as the graphs and as Hugging Face take it: token ids, pixels, merged embeddings, positions, kinds."""
+
+    def __init__(self, checkpoint: Checkpoint, question: str, images: Sequence[np.ndarray] = ()):
+        content = [{"type": "image"} for _ in images] + [{"type": "text", "text": question}]
+        template = checkpoint.processor.apply_chat_template
+        text = template([{"role": "user", "content": content}], add_generation_prompt=True)
+        pictures = [Image.fromarray(image) for image in images] or None
+        self.inputs = dict(checkpoint.processor(images=pictures, text=text, return_tensors="pt"))
+        self.inputs.pop("mm_token_type_ids", None)
+        self.ids: Tensor = self.inputs["input_ids"][0]
+        visual = self.ids == checkpoint.image_token_id
+        self.embeddings = checkpoint.embedding[self.ids].clone()
+        if images:
+            with torch.no_grad():
+                self.embeddings[visual] = torch.cat([checkpoint.encoder(p[None])[0] for p in self.inputs["pixel_values"]])
+        self.positions = torch.arange(len(self.ids))
+        self.kinds = torch.where(visual, VISUAL, TEXT)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def only(self, rows: Tensor) -> Prompt:
+        """The prompt with some of its rows, at their original positions."""
+        fewer = object.__new__(Prompt)
+        fewer.inputs, fewer.ids = self.inputs, self.ids
+        fewer.embeddings, fewer.positions, fewer.kinds = self.embeddings[rows], self.positions[rows], self.kinds[rows]
+        return fewer
+
+
+class Driver:
+    """Runs prefill, decode and compact modules as the runtime runs their graphs, on a batch of prompts.
+
+    Attributes:
+        tensors: the state by name.
+        count: window slots in use.
+        compactions: so far.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        recipe: Recipe,
+        length: int,
+        batch: int = 1,
+        statistics: list[KeyStatistics] | None = None,
+    ):
+        self.state = State(decoder, recipe, length, batch)
+        self.graphs = {
+            kind: kind(self.state, statistics).eval()
+            for kind in (Prefill, Decode, *([Compact] if self.state.compacts else []))
+        }
+        self.tensors: dict[str, Tensor] = {}
+        self.count = self.compactions = 0
+
+    def run(self, kind: type, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+        graph = self.graphs[kind]
+        for spec in graph.inputs.values():
+            assert (list(feeds[spec.name].shape), str(feeds[spec.name].dtype)) == (spec.shape, f"torch.{spec.dtype}")
+        with torch.no_grad():
+            results = graph(*(feeds[spec.name] for spec in graph.inputs.values()))
+        return dict(zip(graph.outputs, results, strict=True))
+
+    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Logits [batch, vocab_size] of the prompts' last tokens."""
+        shape, size = (len(prompts), self.state.length), prompts[0].embeddings.shape[1]
+        feeds = {
+            "embeddings": torch.zeros(*shape, size),
+            "positions": torch.zeros(shape, dtype=torch.int32),
+            "kinds": torch.full(shape, PADDING, dtype=torch.int32),
+        }
+        for i, prompt in enumerate(prompts):
+            for name, rows in (
+                ("embeddings", prompt.embeddings),
+                ("positions", prompt.positions),
+                ("kinds", prompt.kinds),
+            ):
+                feeds[name][i, -len(prompt) :] = rows
+        out = self.run(Prefill, feeds)
+        logits = out.pop("logits")
+        self.tensors, self.count = out, self.state.recent
+        for name, spec in self.state.specs().items():
+            assert (list(out[name].shape), str(out[name].dtype)) == (spec.shape, f"torch.{spec.dtype}"), name
+        return logits
+
+    def compact(self) -> None:
+        replaced = self.run(Compact, self.tensors)
+        self.tensors = {name.removeprefix(NEW): tensor for name, tensor in replaced.items()}
+        self.count, self.compactions = self.state.recent, self.compactions + 1
+
+    def decode(self, embedding: Tensor, positions: Sequence[int]) -> Tensor:
+        """Logits [batch, vocab_size] after one more token each; embedding [batch, hidden_size]."""
+        if self.count == self.state.window:
+            self.compact()
+        position = torch.tensor(positions, dtype=torch.int32)[:, None]
+        out = self.run(Decode, {**self.tensors, "embedding": embedding[:, None], "position": position})
+        for name, tensor in out.items():
+            if name.removeprefix(NEW) in self.tensors:
+                self.tensors[name.removeprefix(NEW)] = tensor
+        slot, t = self.count, self.tensors
+        t["key_window"][:, :, :, slot] = out["new_key"][:, :, :, 0]
+        t["value_window"][:, :, :, slot] = out["new_value"][:, :, :, 0]
+        if self.state.compacts:
+            t["window_mass"][..., slot] = out["new_mass"][..., 0]
+        t["window_bias"][:, slot] = 0
+        t["window_positions"][:, slot] = position[:, 0]
+        self.count += 1
+        return out["logits"]
+
+    def visible(self, layer: int, item: int = 0) -> list[set[int]]:
+        """Original positions in store and window, one set a KV head: what the next decode step attends to."""
+        window = set(self.tensors["window_positions"][item].tolist())
+        found = []
+        for positions, bias in zip(
+            self.tensors[f"store_positions.{layer}"][item], self.tensors[f"store_bias.{layer}"][item], strict=True
+        ):
+            assert torch.equal(positions >= 0, bias == 0)  # validity is stated twice: it must agree
+            store = positions[positions >= 0].tolist()
+            assert len(store) == len(set(store))
+            assert not window & set(store)
+            found.append(window - {-1} | set(store))
+        return found
+
+
+def greedy(driver: Driver, checkpoint: Checkpoint, prompts: Sequence[Prompt], steps: int) -> tuple[Tensor, Tensor]:
+    """`steps` greedy tokens [batch, steps] and their logits [batch, steps, vocab_size]."""
+    logits = [driver.prefill(prompts)]
+    tokens = [logits[0].argmax(-1)]
+    for step in range(steps - 1):
+        # The next token's position continues the prompt as it was before any of its tokens was pruned.
+        positions = [int(prompt.positions[-1]) + 1 + step for prompt in prompts]
+        logits.append(driver.decode(checkpoint.embedding[tokens[-1]], positions))
+        tokens.append(logits[-1].argmax(-1))
+    return torch.stack(tokens, 1), torch.stack(logits, 1)
+
+
+def hugging_face(model: Any, prompt: Prompt, steps: int) -> tuple[Tensor, Tensor]:
+    """The same by Hugging Face's generate, ignoring the end token: [steps] and [steps, vocab_size]."""
+    with torch.no_grad():
+        out = model.generate(
+            **prompt.inputs,
+            max_new_tokens=steps,
+            min_new_tokens=None,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return out.sequences[0, prompt.inputs["input_ids"].shape[1] :], torch.cat(out.logits)
