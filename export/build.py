@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0:1] = [str(ROOT)]  # run as a script, Python puts export/ there; `export` must be importable as a package
 
 from engines import bundle  # noqa: E402
-from engines.errors import UserError, command  # noqa: E402
+from engines.errors import Parser, UserError, command  # noqa: E402
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
     from export.checkpoint import Checkpoint
-    from export.compress import KeyStatistics
-    from export.graphs import Graph
     from export.recipe import Recipe
 
 DEMO = ROOT / "models" / "demo-vlm"
@@ -34,7 +35,7 @@ ROUND = 16  # bucket lengths are multiples of this
 
 def arguments() -> argparse.ArgumentParser:
     presets = ", ".join(sorted(p.stem for p in (ROOT / "export" / "recipes").glob("*.toml")))
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="export/build.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
@@ -83,6 +84,9 @@ def arguments() -> argparse.ArgumentParser:
         type=Path,
         help="folder with samples.jsonl and its images, to calibrate quantization with (default: CHECKPOINT/samples)",
     )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="graphs exported side by side (default: one a core; 1 for a large model)"
+    )
     parser.add_argument("--verbose", action="store_true", help="also print every graph's size, time and largest error")
     return parser
 
@@ -107,6 +111,8 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     from calibration import keys, samples
     from export import checkpoint as checkpoints
     from export import recipe as recipes
+    from export.pipeline import SMALL, Exported, export_graphs, plan_levels
+    from export.to_onnx import WeightFile
 
     console = Console(highlight=False)
     levels = {recipe.name: recipe for recipe in map(recipes.load, args.recipe or DEFAULT_RECIPES)}
@@ -127,7 +133,21 @@ def build(args: argparse.Namespace, folder: Path) -> None:
             task = bar.add_task(f"calibrating keys on {len(known)} samples", total=len(known))
             statistics = keys.key_statistics(checkpoint, known, lambda: bar.advance(task))
 
-    manifest = _export_all(checkpoint, levels, buckets, statistics, default, folder, console, args.verbose)
+    described, makers = plan_levels(checkpoint, levels, buckets, statistics)
+    jobs = args.jobs or (min(os.cpu_count() or 1, 4) if parameters(checkpoint) < SMALL else 1)
+    with WeightFile(folder) as weights, _progress(console) as bar:
+        task = bar.add_task("exporting and checking graphs", total=len(makers))
+
+        def done(exported: Exported) -> None:
+            bar.advance(task)
+            if args.verbose:
+                size = (folder / exported.graph.file).stat().st_size
+                console.print(f"  {exported.name}: {size / 1024:.0f} KiB, equal to PyTorch to {exported.error:.0e}")
+
+        table = checkpoint.embedding.contiguous().numpy()
+        embedding = bundle.Embedding(weights.add(table.tobytes()), str(table.dtype), list(table.shape))
+        graphs = export_graphs(makers, weights, jobs, done)
+    manifest = bundle.Manifest(_model(checkpoint, embedding), described, default, graphs)
     _write_processor(checkpoint, folder)
     plans = [plan for backend in backends[1:] for plan in _build_plans(backend, manifest, folder, console)]
     bundle.seal(folder, _with_plans(manifest, plans, backends))
@@ -138,14 +158,17 @@ def _check_backends(backends: list[str]) -> None:
     from engines import trt
 
     for backend in backends[1:]:
-        trt.version(backend)
+        trt.check(backend)
+
+
+def parameters(checkpoint: Checkpoint) -> int:
+    return sum(p.numel() for p in checkpoint.model.parameters())
 
 
 def _describe(checkpoint: Checkpoint) -> str:
     d = checkpoint.decoder
-    parameters = sum(p.numel() for p in checkpoint.model.parameters())
     return (
-        f"{checkpoint.model_type} {checkpoint.path.name}: {parameters / 1e6:.1f} M parameters, {d.num_layers} layers, "
+        f"{checkpoint.model_type} {checkpoint.path.name}: {parameters(checkpoint) / 1e6:.1f} M parameters, {d.num_layers} layers, "
         f"{d.num_kv_heads} KV heads of {d.head_dim}, {checkpoint.image_tokens} tokens an image"
     )
 
@@ -177,70 +200,6 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
     if fitting := sorted({s for s in lengths if s <= limit}):
         return fitting
     raise UserError(f"no prompt of {args.images} images fits the model's {limit} positions: give smaller --images")
-
-
-def _export_all(
-    checkpoint: Checkpoint,
-    levels: dict[str, Recipe],
-    buckets: dict[str, list[int]],
-    statistics: list[KeyStatistics] | None,
-    default: str,
-    folder: Path,
-    console,
-    verbose: bool,
-) -> bundle.Manifest:
-    """Export and check every graph of every level; all but the plans of the manifest."""
-    from export import graphs
-    from export.to_onnx import WeightFile, export
-    from export.verify import largest_error
-
-    total = sum(1 + len(buckets[name]) * (3 if recipe.window.compact else 2) for name, recipe in levels.items())
-    made: dict[str, bundle.Graph] = {}
-    described: dict[str, bundle.Level] = {}
-    with WeightFile(folder) as weights, _progress(console) as bar:
-        task = bar.add_task("exporting graphs", total=total)
-
-        def make(name: str, graph: Callable[[], Graph]) -> str:
-            bar.update(task, description=f"exporting {name}")
-            if name not in made:
-                module = graph()
-                made[name] = export(module, name, weights)
-                error = largest_error(module, made[name], folder)
-                if verbose:
-                    size = (folder / made[name].file).stat().st_size
-                    console.print(f"  {name}: {size / 1024:.0f} KiB, equal to PyTorch to {error:.0e}")
-            bar.advance(task)
-            return name
-
-        table = checkpoint.embedding.contiguous().numpy()
-        embedding = bundle.Embedding(weights.add(table.tobytes()), str(table.dtype), list(table.shape))
-        for name, recipe in levels.items():
-            tokens = recipe.perception.count(checkpoint.image_tokens)
-            vision = make(
-                f"vision_{tokens}", lambda r=recipe: graphs.Vision(checkpoint.encoder, r, *checkpoint.pixel_size)
-            )
-            sized = []
-            for length in buckets[name]:
-                state = graphs.State(checkpoint.decoder, recipe, length)
-                known = statistics if recipe.store == "int8" else None
-
-                def graph(kind: type[Graph], state=state, known=known) -> Callable[[], Graph]:
-                    return lambda: kind(state, known)  # type: ignore[call-arg]
-
-                sized.append(
-                    bundle.Bucket(
-                        length=length,
-                        capacities=state.capacities,
-                        window=state.window,
-                        recent=state.recent,
-                        prefill=make(f"{name}.prefill_{length}", graph(graphs.Prefill)),
-                        decode=make(f"{name}.decode_{length}", graph(graphs.Decode)),
-                        compact=make(f"{name}.compact_{length}", graph(graphs.Compact)) if state.compacts else "",
-                    )
-                )
-            described[name] = bundle.Level(recipe.settings(), tokens, vision, sized)
-        bar.update(task, description=f"exported and checked {len(made)} graphs")
-    return bundle.Manifest(_model(checkpoint, embedding), described, default, made)
 
 
 def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
@@ -278,7 +237,7 @@ def _write_processor(checkpoint: Checkpoint, folder: Path) -> None:
     checkpoint.preprocessor.write(folder)
 
 
-def _build_plans(backend: str, manifest: bundle.Manifest, folder: Path, console) -> list[bundle.Plan]:
+def _build_plans(backend: str, manifest: bundle.Manifest, folder: Path, console: Console) -> list[bundle.Plan]:
     from engines import trt
 
     files = {name: folder / graph.file for name, graph in manifest.graphs.items()}
@@ -300,7 +259,7 @@ def _with_plans(manifest: bundle.Manifest, plans: list[bundle.Plan], backends: l
     return dataclasses.replace(manifest, plans=plans, backends=notes, tools=tools)
 
 
-def _progress(console):
+def _progress(console: Console) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,27 +29,37 @@ INLINE = 256  # smaller constants stay in the .onnx file
 
 
 class WeightFile:
-    """Every weight once, by content: graphs of one model name and transpose their weights alike."""
+    """Every weight once, by content: graphs of one model name and transpose their weights alike.
+
+    Several processes may add to one file: what is in it is written down in an index beside it, under a lock.
+    """
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self._stream = (folder / bundle.WEIGHTS).open("wb")
-        self._known: dict[bytes, int] = {}
+        self.folder, self._file, self._index = folder, folder / bundle.WEIGHTS, folder / ".weights.index"
+        self._known: dict[str, int] = {}
+        self._file.touch()
+        self._index.touch()
 
     def __enter__(self) -> WeightFile:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._stream.close()
+        self._index.unlink(missing_ok=True)
 
     def add(self, data: bytes) -> int:
         """Offset of `data` in the file, written now if it is not there yet."""
-        key = hashlib.sha256(data).digest()
+        key = hashlib.sha256(data).hexdigest()
         if key not in self._known:
-            self._stream.write(b"\0" * (-self._stream.tell() % PAGE))
-            self._known[key] = self._stream.tell()
-            self._stream.write(data)
-            self._stream.flush()
+            with self._index.open("r+") as index, self._file.open("ab") as stream:
+                fcntl.flock(index, fcntl.LOCK_EX)
+                self._known = {known: int(offset) for known, offset in map(str.split, index)}
+                if key not in self._known:
+                    stream.write(b"\0" * (-stream.seek(0, os.SEEK_END) % PAGE))
+                    self._known[key] = stream.tell()
+                    stream.write(data)
+                    stream.flush()
+                    index.write(f"{key} {self._known[key]}\n")
+                    index.flush()
         return self._known[key]
 
     def externalize(self, model: ir.Model) -> None:

@@ -119,9 +119,7 @@ def evaluate(folder: Path, names: Iterable[str] = NAMES) -> list[Score]:
     for name in names:
         data = contexts(name)
         questions = sum(len(context.questions) for context in data)
-        scores.append(
-            Score(name, len(data[0].images), questions, accuracy(model, data, name), blind_accuracy(name))
-        )
+        scores.append(Score(name, len(data[0].images), questions, accuracy(model, data, name), blind_accuracy(name)))
     return scores
 
 

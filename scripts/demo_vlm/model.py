@@ -242,9 +242,7 @@ class Output:
     looked: Tensor
 
 
-def forward(
-    model: LlavaForConditionalGeneration, batch: Batch, train_vision: bool = True
-) -> Output:
+def forward(model: LlavaForConditionalGeneration, batch: Batch, train_vision: bool = True) -> Output:
     """The packed forward pass.
 
     Args:

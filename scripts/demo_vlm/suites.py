@@ -1,13 +1,13 @@
 """The held-out suites, the same questions on every machine: easy-VQA's test images, and pages no other seed draws.
 
-    easy1          every question of easy-VQA's test split, one image a prompt
-    page1          one page of numbers
-    easyN, pageN   four or eight images of one task, "in image 3 , ..."
-    mixedN         both tasks in one prompt
+easy1          every question of easy-VQA's test split, one image a prompt
+page1          one page of numbers
+easyN, pageN   four or eight images of one task, "in image 3 , ..."
+mixedN         both tasks in one prompt
 
-    from demo_vlm.suites import suites
-    for item in suites(["page4"], limit=50)["page4"]:
-        item.images, item.question, item.answer, item.kind
+from demo_vlm.suites import suites
+for item in suites(["page4"], limit=50)["page4"]:
+    item.images, item.question, item.answer, item.kind
 """
 
 import hashlib

@@ -98,7 +98,7 @@ class Stage:
             self.optimizer.load(state["optimizer"])
             self.source.rng.bit_generator.state = state["rng"]
             self.step = state["step"]
-            self.clock = Clock(*state.get("seconds",(0,0)))
+            self.clock = Clock(*state.get("seconds", (0, 0)))
 
     def save(self) -> None:
         """Write the state in one step, so that an interrupted run goes on from here and ends the same."""
@@ -139,7 +139,9 @@ def warm_up_vision(tower: nn.Module, source: Source, plan: Plan, report: Report,
         seen.append(tuple(float(x.float().mean()) for x in (read.argmax(-1) == digits, colors, forms)))
         if stage.step % 50 == 0 or stage.step == plan.warmup_steps:
             digit, color, form = np.mean(seen[-25:], 0)
-            report(f"vision step {stage.step}/{plan.warmup_steps}: digits read {digit:.3f}, colours {color:.3f}, forms {form:.3f}")
+            report(
+                f"vision step {stage.step}/{plan.warmup_steps}: digits read {digit:.3f}, colours {color:.3f}, forms {form:.3f}"
+            )
             stage.save()
 
 

@@ -1,0 +1,118 @@
+"""Which graphs a bundle needs, and their export and check, several at a time."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from engines import bundle
+from engines.errors import UserError
+from export.checkpoint import Checkpoint
+from export.compress import KeyStatistics
+from export.graphs import Compact, Decode, Graph, Prefill, State, Vision
+from export.recipe import Recipe
+from export.to_onnx import WeightFile, export
+from export.verify import largest_error
+
+SMALL = 200e6  # parameters up to which several exports fit side by side in a workstation's memory
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A graph in the bundle's folder, and how far its outputs are from PyTorch's, relative to their size."""
+
+    name: str
+    graph: bundle.Graph
+    error: float
+
+
+Makers = dict[str, Callable[[], Graph]]  # a graph's name -> its module, made when it is exported
+
+
+def plan_levels(
+    checkpoint: Checkpoint,
+    recipes: dict[str, Recipe],
+    buckets: dict[str, list[int]],
+    statistics: list[KeyStatistics] | None,
+) -> tuple[dict[str, bundle.Level], Makers]:
+    """Every level's description, and the graphs that they name."""
+    makers: Makers = {}
+
+    def add(name: str, maker: Callable[[], Graph]) -> str:
+        makers.setdefault(name, maker)
+        return name
+
+    levels = {}
+    for name, recipe in recipes.items():
+        tokens = recipe.perception.count(checkpoint.image_tokens)
+        vision = add(f"vision_{tokens}", partial(Vision, checkpoint.encoder, recipe, *checkpoint.pixel_size))
+        known = statistics if recipe.store == "int8" else None
+        sized = []
+        for length in buckets[name]:
+            state = State(checkpoint.decoder, recipe, length)
+            sized.append(
+                bundle.Bucket(
+                    length=length,
+                    capacities=state.capacities,
+                    window=state.window,
+                    recent=state.recent,
+                    prefill=add(f"{name}.prefill_{length}", partial(Prefill, state, known)),
+                    decode=add(f"{name}.decode_{length}", partial(Decode, state, known)),
+                    compact=add(f"{name}.compact_{length}", partial(Compact, state, known)) if state.compacts else "",
+                )
+            )
+        levels[name] = bundle.Level(recipe.settings(), tokens, vision, sized)
+    return levels, makers
+
+
+def _export_one(makers: Makers, weights: WeightFile, name: str) -> Exported:
+    module = makers[name]()
+    graph = export(module, name, weights)
+    return Exported(name, graph, largest_error(module, graph, weights.folder))
+
+
+_work: Callable[[str], Exported]  # set before the workers are forked: a module with weights is never pickled
+
+
+def _forked(name: str) -> Exported:
+    torch.set_num_threads(1)
+    return _work(name)
+
+
+def export_graphs(
+    makers: Makers, weights: WeightFile, jobs: int, done: Callable[[Exported], None] = lambda exported: None
+) -> dict[str, bundle.Graph]:
+    """Export and check every graph into the folder of `weights`, `jobs` at a time.
+
+    Args:
+        done: called with each graph as it is finished.
+
+    Raises:
+        UserError: a graph differs from PyTorch, or a worker died.
+    """
+    global _work
+    _work = partial(_export_one, makers, weights)
+    made = {}
+    if jobs == 1 or "fork" not in multiprocessing.get_all_start_methods():
+        for name in makers:
+            made[name] = _work(name)
+            done(made[name])
+    else:
+        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"))
+        try:
+            for future in as_completed([pool.submit(_forked, name) for name in makers]):
+                exported = future.result()
+                made[exported.name] = exported
+                done(exported)
+        except BrokenProcessPool:
+            raise UserError("a worker that exports died, probably for lack of memory: try --jobs 1") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return {name: made[name].graph for name in makers}
