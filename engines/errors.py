@@ -6,7 +6,9 @@ import argparse
 import errno
 import functools
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -32,6 +34,8 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs) -> int:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half-written is removed
         try:
             code = main(*args, **kwargs) or 0
             sys.stdout.flush()

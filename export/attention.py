@@ -58,7 +58,14 @@ def attention_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 
 def mix_values(attention: Tensor, value: Tensor) -> Tensor:
-    """[batch, kv_heads, group, queries, tokens] x [batch, kv_heads, tokens, head_dim] -> [batch, heads, queries, head_dim]."""
+    """Weigh the values of every KV head by its group's attention.
+
+    Args:
+        attention: [batch, kv_heads, group, queries, tokens]; value: [batch, kv_heads, tokens, head_dim].
+
+    Returns:
+        [batch, heads, queries, head_dim].
+    """
     batch, kv_heads, group, queries, tokens = attention.shape
     rows = attention.reshape(batch, kv_heads, group * queries, tokens) @ value
     return rows.reshape(batch, kv_heads * group, queries, value.shape[-1])

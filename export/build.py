@@ -1,8 +1,8 @@
 """Build a bundle: a Hugging Face vision-language model, compressed, as static-shape ONNX graphs and TensorRT plans.
 
-    python export/build.py                                     the demo model, levels off, balanced and extreme
-    python export/build.py CHECKPOINT --out DIR                 your model
-    python export/build.py --recipe my.toml --backend trt-rtx   your recipe, with TensorRT-RTX plans
+python export/build.py                                     the demo model, levels off, balanced and extreme
+python export/build.py CHECKPOINT --out DIR                 your model
+python export/build.py --recipe my.toml --backend trt-rtx   your recipe, with TensorRT-RTX plans
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ ROUND = 16  # bucket lengths are multiples of this
 
 def arguments() -> argparse.ArgumentParser:
     presets = ", ".join(sorted(p.stem for p in (ROOT / "export" / "recipes").glob("*.toml")))
-    parser = Parser(
-        prog="export/build.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="export/build.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "checkpoint", nargs="?", type=Path, default=DEMO, help="Hugging Face checkpoint folder (default: the demo model)"
+        "checkpoint",
+        nargs="?",
+        type=Path,
+        default=DEMO,
+        help="Hugging Face checkpoint folder (default: the demo model)",
     )
     parser.add_argument(
         "--out", type=Path, help="the bundle's folder; a bundle that is there is replaced (default: build/NAME)"
@@ -48,8 +50,8 @@ def arguments() -> argparse.ArgumentParser:
         "--recipe",
         action="append",
         metavar="NAME|FILE",
-        help=f"a compression level: {presets}, or a .toml file; repeat for several levels in one bundle, lightest first "
-        f"(default: {', '.join(DEFAULT_RECIPES)})",
+        help=f"a compression level: {presets}, or a .toml file; repeat for several levels in one bundle, lightest "
+        f"first (default: {', '.join(DEFAULT_RECIPES)})",
     )
     parser.add_argument(
         "--level", help="level used when the caller names none (default: balanced if it is there, else the first)"
@@ -168,8 +170,8 @@ def parameters(checkpoint: Checkpoint) -> int:
 def _describe(checkpoint: Checkpoint) -> str:
     d = checkpoint.decoder
     return (
-        f"{checkpoint.model_type} {checkpoint.path.name}: {parameters(checkpoint) / 1e6:.1f} M parameters, {d.num_layers} layers, "
-        f"{d.num_kv_heads} KV heads of {d.head_dim}, {checkpoint.image_tokens} tokens an image"
+        f"{checkpoint.model_type} {checkpoint.path.name}: {parameters(checkpoint) / 1e6:.1f} M parameters, "
+        f"{d.num_layers} layers, {d.num_kv_heads} KV heads of {d.head_dim}, {checkpoint.image_tokens} tokens an image"
     )
 
 

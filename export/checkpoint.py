@@ -106,9 +106,11 @@ def _model(path: Path) -> Any:
 
     if not any(path.glob("*.safetensors")):
         raise UserError(f"{path} holds no .safetensors weights (other formats can run code and are not loaded)")
+    model: Any
+    info: Any
     with _quiet():
         try:
-            model, info = AutoModelForImageTextToText.from_pretrained(
+            model, info = AutoModelForImageTextToText.from_pretrained(  # type: ignore[misc]  # with the loading info
                 path,
                 dtype=torch.float32,
                 output_loading_info=True,

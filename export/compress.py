@@ -76,11 +76,13 @@ class Compress(nn.Module):
     def select(self, tokens: Tokens) -> tuple[Tokens, Tensor]:
         """The `capacity` best tokens in their original order, and their indices [batch, kv_heads, capacity]."""
         tokens = tokens.padded(self.capacity)
+        if tokens.key.shape[2] == self.capacity:  # nothing to choose
+            return tokens, torch.arange(self.capacity).expand(tokens.mass.shape)
         score = self.protect(self.importance(tokens.mass, tokens.value), tokens.positions, tokens.bias, self.depth)
-        *rows, index = torch.ops.unicache.topk_gather(
+        key, value, positions, bias, index = torch.ops.unicache.topk_gather(
             score, tokens.key, tokens.value, tokens.positions, tokens.bias, self.capacity
         )
-        return Tokens(*rows, mass=tokens.mass.gather(2, index)), index
+        return Tokens(key, value, positions, bias, tokens.mass.gather(2, index)), index
 
     def forward(self, tokens: Tokens) -> dict[str, Tensor]:
         """Returns the layer's store tensors by their state names, without the layer's number."""

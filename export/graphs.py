@@ -5,6 +5,7 @@ A graph takes and returns tensors by name; the names, shapes and dtypes of the K
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +82,7 @@ class State:
 
     def _specs(self, capacities: list[int]) -> dict[str, TensorSpec]:
         d, heads = self.decoder, [self.batch, self.decoder.num_kv_heads]
-        specs = {}
+        specs: dict[str, tuple[str, list[int]]] = {}
         for layer, slots in enumerate(capacities):
             store = {
                 "key_store": (self.recipe.store, [*heads, slots, d.head_dim]),
@@ -111,7 +112,7 @@ class State:
 class Graph(nn.Module):
     """A module whose positional inputs and outputs have names: `inputs` and `outputs`, in order."""
 
-    kind: str
+    kind: typing.Literal["vision", "prefill", "decode", "compact"]
     inputs: dict[str, TensorSpec]
     outputs: list[str]
 
@@ -157,6 +158,9 @@ class _Stateful(Graph):
             for layer, slots in enumerate(state.capacities)
         )
 
+    def layer(self, index: int) -> Compress:
+        return typing.cast(Compress, self.compress[index])
+
     def state_of(self, tensors: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
         """The store tensors of one layer, without the layer's number."""
         return {name.split("__")[0]: t for name, t in tensors.items() if name.endswith(f"__{layer}")}
@@ -165,11 +169,13 @@ class _Stateful(Graph):
 class _Decoding(_Stateful):
     """What prefill and decode share: the decoder itself and the centring of keys."""
 
+    center: Tensor | None  # [L, Hkv, 1, D]
+
     def __init__(self, state: State, statistics: list[KeyStatistics] | None):
         super().__init__(state, statistics)
         self.language_model, self.head = state.decoder.language_model, state.decoder.head
         centers = [known.center for known in statistics or []]
-        self.register_buffer("center", torch.stack(centers)[:, :, None] if centers else None)  # [L, Hkv, 1, D]
+        self.register_buffer("center", torch.stack(centers)[:, :, None] if centers else None)
 
     def centred(self, key: Tensor, layer: int) -> Tensor:
         """Keys less their head's calibrated mean: softmax does not change, quantization does."""
@@ -222,7 +228,7 @@ class Prefill(_Decoding):
         split = length - state.recent
         for layer, tokens in cached.items():
             old = Tokens(*(getattr(tokens, name)[:, :, :split] for name in tokens.__dataclass_fields__))
-            result |= {f"{name}.{layer}": t for name, t in self.compress[layer](old).items()}
+            result |= {f"{name}.{layer}": t for name, t in self.layer(layer)(old).items()}
         free = state.window - state.recent
         rows = [cached[layer] for layer in range(state.decoder.num_layers)]
         dtype = getattr(torch, state.recipe.window.dtype)
@@ -248,7 +254,12 @@ class Decode(_Decoding):
             *specs.values(),
         )
         masses = [name for name in specs if "_mass" in name]
-        self.outputs = ["logits", "new_key", "new_value", *(["new_mass", *(NEW + name for name in masses)] if masses else [])]
+        self.outputs = [
+            "logits",
+            "new_key",
+            "new_value",
+            *(["new_mass", *(NEW + name for name in masses)] if masses else []),
+        ]
 
     def compute(self, embedding: Tensor, position: Tensor, **state: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         new: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
@@ -260,15 +271,17 @@ class Decode(_Decoding):
             store = self.state_of(state, layer)
             key_window = torch.cat([state["key_window"][layer].float(), key], dim=2)
             value_window = torch.cat([state["value_window"][layer].float(), value], dim=2)
-            recent = (store["store_bias"], key_window, value_window, window_bias, scale)
+            keys, values, bias = store["key_store"], store["value_store"], store["store_bias"]
             if self.state.recipe.store == "int8":
-                key_scale = self.compress[layer].key_scale[None, :, None]
+                key_scale = self.layer(layer).key_scale[None, :, None]
                 output, on_store, on_window = torch.ops.unicache.quant_kv_attention(
-                    query, store["key_store"], key_scale, store["value_store"], store["value_scale"], *recent
-                )
+                    query, keys, key_scale, values, store["value_scale"],
+                    bias, key_window, value_window, window_bias, scale,
+                )  # fmt: skip
             else:
-                rows = (store["key_store"].float(), store["value_store"].float())
-                output, on_store, on_window = store_window_attention(query, *rows, *recent)
+                output, on_store, on_window = store_window_attention(
+                    query, keys.float(), values.float(), bias, key_window, value_window, window_bias, scale
+                )
             new[layer] = (key, value, on_store, on_window)
             return output
 
@@ -296,14 +309,16 @@ class Compact(_Stateful):
         self._takes(*state.specs().values())
         self.outputs = [NEW + name for name in state.specs()]
 
-    def compute(self, **state: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+    def compute(self, **state: Tensor) -> dict[str, Tensor]:
         window, kept = self.state.window, self.state.recent
         old, heads = window - kept, (-1, self.state.decoder.num_kv_heads, -1)
-        result = {}
-        for layer, compress in enumerate(self.compress):
-            store = self.state_of(state, layer)
+        result: dict[str, Tensor] = {}
+        for layer in range(self.state.decoder.num_layers):
+            store, compress = self.state_of(state, layer), self.layer(layer)
+            key, value = compress.restore(store)
             slots = Tokens(
-                *compress.restore(store),
+                key=key,
+                value=value,
                 positions=store["store_positions"],
                 bias=store["store_bias"].float(),
                 mass=store["store_mass"],

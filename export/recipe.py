@@ -41,7 +41,7 @@ class Window:
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise ValueError(f"1 <= least <= most is needed, got {self.least} and {self.most}")
-        if not (0 <= self.share and 0 <= self.recent < 1):
+        if not (self.share >= 0 and 0 <= self.recent < 1):
             raise ValueError("share must be at least 0 and recent in [0, 1)")
         if self.compact and self.least < 2:
             raise ValueError("a window that is compacted needs at least 2 tokens")

@@ -74,7 +74,7 @@ class WeightFile:
                 offset,
                 tensor.nbytes,
                 ir.DataType(tensor.dtype),
-                shape=ir.Shape(tensor.shape.dims),
+                shape=ir.Shape(tensor.shape.numpy()),
                 name=value.name or "",
                 base_dir=str(self.folder),
             )
@@ -125,7 +125,7 @@ def _tidy(model: ir.Model) -> None:
 
 def _spec(value: ir.Value) -> TensorSpec:
     assert value.name and value.shape is not None and value.dtype is not None
-    return TensorSpec(value.name, str(np.dtype(value.dtype.numpy())), [int(d) for d in value.shape.dims])
+    return TensorSpec(value.name, str(np.dtype(value.dtype.numpy())), list(value.shape.numpy()))
 
 
 @contextlib.contextmanager

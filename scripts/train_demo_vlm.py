@@ -32,9 +32,7 @@ def arguments() -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="train, and write the checkpoint into this folder")
     what.add_argument("--score", type=Path, metavar="CHECKPOINT", help="only score this checkpoint folder")
-    what.add_argument(
-        "--samples", type=Path, metavar="FOLDER", help="only write the calibration prompts into this folder"
-    )
+    what.add_argument("--samples", type=Path, metavar="FOLDER", help="only write the calibration prompts here")
     parser.add_argument("--seed", type=int, default=0, help="of weights and training data (default 0)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1; figures are from 1)")
     return parser.parse_args()

@@ -46,7 +46,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Rate:
-    """Learning rate by step: a linear rise, a plateau, a linear fall to `floor` of the peak over the last `fall` steps."""
+    """Rate by step: a linear rise, a plateau, a linear fall to `floor` of the peak in the last `fall` steps."""
 
     fall: int
     peak: float = 2e-3

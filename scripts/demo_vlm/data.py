@@ -96,7 +96,7 @@ def _digit_masks() -> NDArray[np.float32]:
             image = Image.new("L", (10, 14), 0)
             ImageDraw.Draw(image).text((1, 12), digit, font=font, fill=255, anchor="ls")
             masks.append(np.asarray(image, np.float32) / 255)
-    return np.stack(masks).reshape(3, 10, 14, 10)
+    return np.stack(masks).reshape(3, 10, 14, 10).astype(np.float32)
 
 
 def make_page(rng: np.random.Generator) -> tuple[Pixels, list[QuestionAnswer]]:

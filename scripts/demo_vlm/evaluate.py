@@ -88,7 +88,11 @@ def duplicates() -> Duplicates:
 
 @torch.no_grad()
 def generate_agrees(folder: Path, names: Iterable[str] = NAMES, prompts: int = 4) -> tuple[int, int]:
-    """Ask `prompts` questions of every suite through AutoProcessor and generate(), and packed; (equal verdicts, asked)."""
+    """Ask `prompts` questions of every suite through AutoProcessor and generate(), and packed.
+
+    Returns:
+        How many verdicts are equal, how many questions were asked.
+    """
     model, processor = load_checkpoint(folder), AutoProcessor.from_pretrained(folder)
     same = asked = 0
     for name in names:

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -187,7 +188,7 @@ def collate(contexts: Sequence[Context]) -> Batch:
     return Batch(pixels, ids_, positions_, segment_, labels_, mask, target, images, prefix)
 
 
-def vision_features(tower: nn.Module, pixels: Tensor) -> Tensor:
+def vision_features(tower: Any, pixels: Tensor) -> Tensor:
     """The tower's patch features, [n, 64, 192]: the last hidden states without the class token."""
     h = tower.pre_layrnorm(tower.embeddings(pixels))
     for layer in tower.encoder.layers:
@@ -214,7 +215,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return torch.matmul(_weights(q, k, mask), v).transpose(1, 2).flatten(2)
 
 
-def _rms(x: Tensor, norm: nn.Module) -> Tensor:
+def _rms(x: Tensor, norm: Any) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
 
 

@@ -3,7 +3,7 @@
     python -m demo_vlm.samples models/demo-vlm/samples          (run in scripts/)
 
 easy-VQA training images and fresh pages of a seed that neither training nor a held-out suite uses.
-`samples.jsonl` holds one object a line, {"images": ["a.png", ...], "prompt": ..., "answer": ...}; the images lie beside it.
+`samples.jsonl` holds one object a line, {"images": ["a.png", ...], "prompt": ..., "answer": ...}, its images beside it.
 """
 
 import argparse

@@ -52,7 +52,7 @@ def save_checkpoint(model: LlavaForConditionalGeneration, folder: Path) -> None:
     """Write processor, tokenizer, chat template and bfloat16 weights into `folder`, readable by all."""
     folder.mkdir(parents=True, exist_ok=True)
     build_processor().save_pretrained(folder)
-    half = copy.deepcopy(model).to(torch.bfloat16)
+    half = copy.deepcopy(model).bfloat16()
     half.generation_config = GenerationConfig(
         bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, max_new_tokens=8, do_sample=False
     )

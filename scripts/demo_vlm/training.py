@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ class Stage:
             self.optimizer.load(state["optimizer"])
             self.source.rng.bit_generator.state = state["rng"]
             self.step = state["step"]
-            self.clock = Clock(*state.get("seconds", (0, 0)))
+            self.clock = Clock(*state["seconds"])
 
     def save(self) -> None:
         """Write the state in one step, so that an interrupted run goes on from here and ends the same."""
@@ -117,7 +118,7 @@ class Stage:
         part.replace(self.file)
 
 
-def warm_up_vision(tower: nn.Module, source: Source, plan: Plan, report: Report, folder: Path | None) -> None:
+def warm_up_vision(tower: Any, source: Source, plan: Plan, report: Report, folder: Path | None) -> None:
     """Teach the tower to read: digits from their cell's patches; colour and shape from every patch of the image."""
     heads = VisionHeads(tower.config.hidden_size)
     stage = Stage("vision", tower, heads, source, folder)
@@ -140,7 +141,8 @@ def warm_up_vision(tower: nn.Module, source: Source, plan: Plan, report: Report,
         if stage.step % 50 == 0 or stage.step == plan.warmup_steps:
             digit, color, form = np.mean(seen[-25:], 0)
             report(
-                f"vision step {stage.step}/{plan.warmup_steps}: digits read {digit:.3f}, colours {color:.3f}, forms {form:.3f}"
+                f"vision step {stage.step}/{plan.warmup_steps}: "
+                f"digits read {digit:.3f}, colours {color:.3f}, forms {form:.3f}"
             )
             stage.save()
 
@@ -182,7 +184,7 @@ class BindingHead(nn.Module):
 class Watch:
     """Validation during the run: training images held back and fresh pages."""
 
-    sets: dict[str, list[Context]] = field(default_factory=dict)
+    sets: dict[str, list[Context]]
 
     @classmethod
     def draw(cls) -> "Watch":
@@ -224,6 +226,7 @@ def train(
     plan: Plan,
     report: Report,
     folder: Path | None = None,
+    watch: Watch | None = None,
     every: int = 50,
 ) -> list[float]:
     """Run the plan on `model`, in place.
@@ -234,6 +237,7 @@ def train(
         plan: how many steps of what.
         report: gets a line every `every` steps.
         folder: where the state is kept at the same steps; a state found there is gone on from.
+        watch: what is measured at the same steps; the usual sets by default.
         every: steps between two reports.
 
     Returns:
@@ -242,9 +246,9 @@ def train(
     torch.manual_seed(seed)
     warm_up_vision(model.model.vision_tower, training_source(seed), plan, report, folder)
     torch.manual_seed(seed)
-    head = BindingHead(model.config.text_config.hidden_size)
+    head = BindingHead(model.lm_head.in_features)
     stage = Stage("model", model, head, training_source(seed + 1), folder)
-    watch = Watch.draw()
+    watch = watch or Watch.draw()
     losses: list[float] = []
     aux: list[tuple[float, float]] = []
     bar = tqdm(range(stage.step, plan.steps), desc="model", unit="step")

@@ -24,49 +24,12 @@ SHAPES = ("circle", "rectangle", "triangle")
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
 PAD, BOS, EOS, UNK, IMAGE = range(5)
-_WORDS = [
-    "user",
-    "assistant",
-    ":",
-    ",",
-    "?",
-    ".",
-    "image",
-    "what",
-    "is",
-    "the",
-    "number",
-    "in",
-    "row",
-    "column",
-    "color",
-    "shape",
-    "of",
-    "does",
-    "contain",
-    "a",
-    "not",
-    "there",
-    "no",
-    "yes",
-    "present",
-    "where",
-    "left",
-    "right",
-    "above",
-    "below",
-    "to",
-    "and",
-    "or",
-    "how",
-    "many",
-    "which",
-    "are",
-    "images",
-    "it",
-    "same",
-    "different",
-]
+_WORDS = " ".join(
+    (
+        "user assistant : , ? . image what is the number in row column color shape of does contain a not there no yes",
+        "present where left right above below to and or how many which are images it same different",
+    )
+).split()
 _KNOWN = list(dict.fromkeys([*SPECIAL, *"0123456789", *_WORDS, *COLORS, *SHAPES]))
 VOCABULARY = _KNOWN + [f"<extra_{i}>" for i in range(128 - len(_KNOWN))]
 TOKEN_IDS = {word: i for i, word in enumerate(VOCABULARY)}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from demo_vlm.data import Source, load_easy_vqa, make_page, training_source
-from demo_vlm.suites import DRAWN, EASY1, Suite, contexts, fingerprint, suites
+from demo_vlm.suites import BOTH, DRAWN, EASY1, Suite, contexts, fingerprint, suites
 
 # Images, questions and answers of the suites, to notice a change that would make old figures incomparable.
 FINGERPRINTS = {
@@ -40,8 +40,7 @@ def test_page_shows_ink_in_every_cell() -> None:
 
 
 def test_same_seed_same_contexts() -> None:
-    mix = {"easy": 1.0, "page": 1.0}
-    first, second, other = (training_source(seed).context(4, mix, 8) for seed in (5, 5, 6))
+    first, second, other = (training_source(seed).context(4, BOTH, 8) for seed in (5, 5, 6))
     assert first.questions == second.questions
     assert all(np.array_equal(a, b) for a, b in zip(first.images, second.images, strict=True))
     assert first.questions != other.questions

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import CLIPVisionConfig, GenerationConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from calibration.samples import FILE
 from demo_vlm.saving import build_processor
 from demo_vlm.vocabulary import TOKEN_IDS
+import export.operators  # noqa: F401  registers the operators that the modules call
 from engines.config import parse
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
@@ -243,12 +244,12 @@ def hugging_face(model: Any, prompt: Prompt, steps: int) -> tuple[Tensor, Tensor
     with torch.no_grad():
         out = model.generate(
             **prompt.inputs,
-            max_new_tokens=steps,
-            min_new_tokens=None,
-            do_sample=False,
-            eos_token_id=-1,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
+            generation_config=GenerationConfig(
+                max_new_tokens=steps,
+                do_sample=False,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            ),
         )
     return out.sequences[0, prompt.inputs["input_ids"].shape[1] :], torch.cat(out.logits)

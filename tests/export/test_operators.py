@@ -1,0 +1,273 @@
+"""The two operators: PyTorch = a plain numpy statement = the ONNX function body in ONNX Runtime."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper
+from torch import nn
+
+from engines.bundle import TensorSpec
+from export.graphs import Graph
+from export.operators import DOMAIN, DOMAIN_VERSION, QuantKVAttention, TopKGather
+from export.to_onnx import OPSET, WeightFile, export
+
+settings.register_profile("operators", max_examples=25, deadline=None)
+settings.load_profile("operators")
+
+seeds = st.integers(0, 2**32 - 1)
+ATTENTION_INPUTS = (
+    "query key_store key_scale value_store value_scale store_bias key_window value_window window_bias".split()
+)
+
+
+def run_body(function, inputs: list[np.ndarray], outputs: int, **attributes) -> list[np.ndarray]:
+    """A model that calls the operator once, with its function body, in plain ONNX Runtime."""
+    names = [f"x{i}" for i in range(len(inputs))]
+    results = [f"y{i}" for i in range(outputs)]
+    node = helper.make_node(function.name, names, results, domain=DOMAIN, **attributes)
+    values = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+        for name, x in zip(names, inputs, strict=True)
+    ]
+    graph = helper.make_graph([node], "once", values, [helper.make_empty_tensor_value_info(name) for name in results])
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
+    model = helper.make_model(graph, functions=[function.to_function_proto()], opset_imports=opsets, ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, dict(zip(names, inputs, strict=True)))
+
+
+def attention_in_loops(x: dict[str, np.ndarray], scale: float) -> list[np.ndarray]:
+    """One query head and one query at a time, in double precision; -inf is a weight of exactly zero."""
+    query = x["query"].astype(np.float64)
+    key_store = x["key_store"].astype(np.float64) * x["key_scale"].astype(np.float64)
+    value_store = x["value_store"].astype(np.float64) * x["value_scale"].astype(np.float64)
+    batch, heads, queries, _ = query.shape
+    kv_heads, slots = key_store.shape[1:3]
+    group = heads // kv_heads
+    output = np.zeros_like(query)
+    mass = np.zeros((batch, kv_heads, slots + x["key_window"].shape[2]))
+    for b in range(batch):
+        for h in range(heads):
+            kv = h // group
+            keys = np.concatenate([key_store[b, kv], x["key_window"][b, kv]])
+            values = np.concatenate([value_store[b, kv], x["value_window"][b, kv]])
+            for t in range(queries):
+                bias = np.concatenate([x["store_bias"][b, kv], x["window_bias"][b, t]]).astype(np.float64)
+                logits = keys @ query[b, h, t] * scale + bias
+                weights = np.exp(logits - logits.max())
+                weights /= weights.sum()
+                output[b, h, t] = weights @ values
+                mass[b, kv] += weights / group
+    return [output, mass[..., :slots], mass[..., slots:]]
+
+
+def attention_inputs(
+    rng: np.random.Generator,
+    batch: int,
+    kv_heads: int,
+    group: int,
+    queries: int,
+    slots: int,
+    window: int,
+    head_dim: int,
+    filled: float,
+    per_token: bool,
+) -> dict[str, np.ndarray]:
+    def rows(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    scale = (batch, kv_heads, slots, 1) if per_token else (1, kv_heads, 1, head_dim)
+    bias = np.log(rng.integers(1, 5, (batch, kv_heads, slots)))
+    bias = np.where(rng.random(bias.shape) < filled, bias, -np.inf)
+    window_bias = np.where(rng.random((batch, queries, window)) < 0.7, 0, -np.inf)
+    window_bias[..., -1] = 0  # a token always sees itself
+    return {
+        "query": rows(batch, kv_heads * group, queries, head_dim),
+        "key_store": rng.integers(-127, 128, (batch, kv_heads, slots, head_dim)).astype(np.int8),
+        "key_scale": (rng.random(scale) * 0.02 + 0.001).astype(np.float32),
+        "value_store": rng.integers(-127, 128, (batch, kv_heads, slots, head_dim)).astype(np.int8),
+        "value_scale": (rng.random((batch, kv_heads, slots, 1)) * 0.02 + 0.001).astype(np.float16),
+        "store_bias": bias.astype(np.float16),
+        "key_window": rows(batch, kv_heads, window, head_dim),
+        "value_window": rows(batch, kv_heads, window, head_dim),
+        "window_bias": window_bias.astype(np.float32),
+    }
+
+
+def check_attention(x: dict[str, np.ndarray]) -> None:
+    scale = x["query"].shape[-1] ** -0.5
+    assert list(x) == ATTENTION_INPUTS
+    want = attention_in_loops(x, scale)
+    eager = torch.ops.unicache.quant_kv_attention(*(torch.from_numpy(v) for v in x.values()), scale)
+    body = run_body(QuantKVAttention, list(x.values()), 3, scale=scale)
+    for name, w, e, o in zip(("output", "store_mass", "window_mass"), want, eager, body, strict=True):
+        assert o.shape == tuple(e.shape) == w.shape
+        np.testing.assert_allclose(e.numpy(), w, atol=2e-5, rtol=1e-4, err_msg=f"PyTorch, {name}")
+        np.testing.assert_allclose(o, w, atol=2e-5, rtol=1e-4, err_msg=f"ONNX, {name}")
+
+
+@given(
+    seed=seeds,
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    queries=st.integers(1, 4),
+    slots=st.integers(1, 19),
+    window=st.integers(1, 9),
+    head_dim=st.sampled_from([64, 80, 96, 128]),
+    filled=st.sampled_from([0.0, 0.5, 1.0]),
+    per_token=st.booleans(),
+)
+def test_attention_thrice(seed: int, **shape) -> None:
+    check_attention(attention_inputs(np.random.default_rng(seed), **shape))
+
+
+SHAPE = {"batch": 1, "kv_heads": 2, "group": 2, "queries": 1, "slots": 7, "window": 3, "head_dim": 64}
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_attention_over_an_empty_store_is_attention_over_the_window(per_token: bool) -> None:
+    x = attention_inputs(np.random.default_rng(0), **SHAPE, filled=0.0, per_token=per_token)
+    check_attention(x)
+    _, store_mass, window_mass = run_body(QuantKVAttention, list(x.values()), 3, scale=0.125)
+    assert not store_mass.any()
+    np.testing.assert_allclose(window_mass.sum(-1), 1, atol=1e-6)
+
+
+def test_attention_where_all_is_masked_is_finite() -> None:
+    x = attention_inputs(np.random.default_rng(0), **SHAPE, filled=0.0, per_token=False)
+    x["window_bias"][:] = -np.inf
+    eager = torch.ops.unicache.quant_kv_attention(*(torch.from_numpy(v) for v in x.values()), 0.125)
+    for e, o in zip(eager, run_body(QuantKVAttention, list(x.values()), 3, scale=0.125), strict=True):
+        assert e.isfinite().all()
+        np.testing.assert_allclose(o, e, atol=1e-4)
+
+
+def test_a_slot_of_three_merged_tokens_counts_three_times() -> None:
+    x = attention_inputs(np.random.default_rng(0), **SHAPE, filled=1.0, per_token=True)
+    x["store_bias"][:] = 0
+    merged = {name: v.copy() for name, v in x.items()}
+    merged["store_bias"][..., 2] = math.log(3)
+    thrice = dict(x)
+    for name in ("key_store", "key_scale", "value_store", "value_scale", "store_bias"):
+        thrice[name] = np.concatenate([x[name], np.repeat(x[name][:, :, 2:3], 2, axis=2)], axis=2)
+    one, _, _ = run_body(QuantKVAttention, list(merged.values()), 3, scale=0.125)
+    three, _, _ = run_body(QuantKVAttention, list(thrice.values()), 3, scale=0.125)
+    np.testing.assert_allclose(one, three, atol=1e-3)  # log(3) in float16
+
+
+def topk_in_loops(score: np.ndarray, rows: list[np.ndarray], k: int) -> list[np.ndarray]:
+    index = np.zeros((*score.shape[:2], k), np.int64)
+    for b, h in np.ndindex(*score.shape[:2]):
+        best = sorted(range(score.shape[2]), key=lambda i: (-score[b, h, i], i))[:k]  # noqa: B023
+        index[b, h] = sorted(best)
+    gathered = []
+    for x in rows:
+        kept = [[x[b, h, index[b, h]] for h in range(x.shape[1])] for b in range(x.shape[0])]
+        gathered.append(np.array(kept, dtype=x.dtype))
+    return [*gathered, index]
+
+
+def check_topk(score: np.ndarray, head_dim: int, k: int, rng: np.random.Generator) -> None:
+    key = rng.standard_normal((*score.shape, head_dim)).astype(np.float32)
+    value = rng.standard_normal(key.shape).astype(np.float32)
+    positions = rng.integers(0, 1000, score.shape).astype(np.int32)
+    bias = np.where(rng.random(score.shape) < 0.5, 0, -np.inf).astype(np.float32)
+    inputs = [score, key, value, positions, bias]
+    want = topk_in_loops(score, inputs[1:], k)
+    eager = torch.ops.unicache.topk_gather(*(torch.from_numpy(v) for v in inputs), k)
+    body = run_body(TopKGather, inputs, 5, k=k)
+    for w, e, o in zip(want, eager, body, strict=True):
+        assert o.dtype == e.numpy().dtype == w.dtype
+        np.testing.assert_array_equal(e.numpy(), w)
+        np.testing.assert_array_equal(o, w)
+
+
+@given(
+    seed=seeds,
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 4),
+    tokens=st.integers(1, 37),
+    head_dim=st.sampled_from([64, 80, 96, 128]),
+    different=st.sampled_from([1, 2, 5, 10**6]),
+    data=st.data(),
+)
+def test_topk_thrice_with_ties(
+    seed: int, batch: int, heads: int, tokens: int, head_dim: int, different: int, data: st.DataObject
+) -> None:
+    rng = np.random.default_rng(seed)
+    score = rng.integers(0, different, (batch, heads, tokens)).astype(np.float32)
+    score[rng.random(score.shape) < 0.2] = -1e30
+    check_topk(score, head_dim, data.draw(st.integers(1, tokens)), rng)
+
+
+def test_topk_of_more_than_tensorrt_allows() -> None:
+    rng = np.random.default_rng(0)
+    check_topk(rng.integers(0, 50, (1, 1, 4500)).astype(np.float32), 4, 4000, rng)
+
+
+@pytest.mark.parametrize("k", [1, 6])
+def test_topk_of_minus_infinities(k: int) -> None:
+    check_topk(np.full((1, 2, 6), -np.inf, np.float32), 64, k, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_fake_implementations_give_the_eager_shapes(per_token: bool) -> None:
+    x = attention_inputs(np.random.default_rng(0), **SHAPE, filled=1.0, per_token=per_token)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.unicache.quant_kv_attention, (*map(torch.from_numpy, x.values()), 0.125), test_utils=tests
+    )
+    rows = torch.randn(2, 3, 9, 64)
+    slots = torch.zeros(2, 3, 9)
+    torch.library.opcheck(
+        torch.ops.unicache.topk_gather, (slots, rows, rows, slots.int(), slots.half(), 4), test_utils=tests
+    )
+
+
+class Twice(Graph):
+    """Calls an operator two times, the second on what the first gave."""
+
+    kind = "compact"
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self._takes(TensorSpec("score", "float32", [1, 2, 9]), TensorSpec("key", "float32", [1, 2, 9, 8]))
+        self.outputs = ["kept", "index"]
+
+    def compute(self, score: torch.Tensor, key: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        rows, _, positions, bias, index = torch.ops.unicache.topk_gather(score, key, key, score.int(), score, 6)
+        kept = torch.ops.unicache.topk_gather(bias, rows, rows, positions, bias, 3)[0]
+        return {"kept": kept, "index": index}
+
+
+def test_an_exported_graph_holds_one_node_a_call_and_the_body_once(tmp_path) -> None:
+    with WeightFile(tmp_path) as weights:
+        described = export(Twice(), "twice", weights)
+    model = onnx.load(tmp_path / described.file)
+    nodes = [(node.domain, node.op_type) for node in model.graph.node if node.domain == DOMAIN]
+    assert nodes == [(DOMAIN, "TopKGather")] * 2
+    assert [(f.domain, f.name) for f in model.functions] == [(DOMAIN, "TopKGather")]
+    assert {o.domain: o.version for o in model.opset_import} == {"": OPSET, DOMAIN: DOMAIN_VERSION}
+    for function in model.functions:
+        outputs = [name for node in function.node for name in node.output]
+        assert "_" not in outputs
+        assert all(outputs)
+        assert len(outputs) == len(set(outputs))
+    score = np.random.default_rng(0).random((1, 2, 9)).astype(np.float32)
+    key = np.arange(144, dtype=np.float32).reshape(1, 2, 9, 8)
+    session = onnxruntime.InferenceSession(tmp_path / described.file, providers=["CPUExecutionProvider"])
+    kept, index = session.run(None, {"score": score, "key": key})
+    want, want_index = Twice()(torch.from_numpy(score), torch.from_numpy(key))
+    np.testing.assert_array_equal(kept, want)
+    np.testing.assert_array_equal(index, want_index)
