@@ -24,7 +24,7 @@ settings.load_profile("operators")
 
 seeds = st.integers(0, 2**32 - 1)
 ATTENTION_INPUTS = (
-    "query key_store key_scale value_store value_scale store_bias key_window value_window window_bias".split()
+    ["query", "key_store", "key_scale", "value_store", "value_scale", "store_bias", "key_window", "value_window", "window_bias"]
 )
 
 
@@ -169,7 +169,7 @@ def test_a_slot_of_three_merged_tokens_counts_three_times() -> None:
 def topk_in_loops(score: np.ndarray, rows: list[np.ndarray], k: int) -> list[np.ndarray]:
     index = np.zeros((*score.shape[:2], k), np.int64)
     for b, h in np.ndindex(*score.shape[:2]):
-        best = sorted(range(score.shape[2]), key=lambda i: (-score[b, h, i], i))[:k]  # noqa: B023
+        best = sorted(range(score.shape[2]), key=lambda i: (-score[b, h, i], i))[:k]
         index[b, h] = sorted(best)
     gathered = []
     for x in rows:

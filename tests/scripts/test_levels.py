@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from demo_vlm.suites import suites
 
 import runtime
+from demo_vlm.suites import suites
 from engines.bundle import Bundle
 
 QUESTIONS = 40  # a sample: the figures in the README come from scripts/accuracy.py on all of them
