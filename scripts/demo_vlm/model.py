@@ -8,8 +8,8 @@ images and itself only, so the visual prefix, by far the longest part, is comput
     positions 0 .. P-1            P, P+1, ...           P, P+1, ...
 
 `forward` runs the Hugging Face modules' own weights, but projects q, k, v (and gate, up) in one product each, lets the
-prefix attend within itself and the questions to everything, and spends the last layer on question rows only. This is
-what makes single-thread float32 training fit into the hour; a test holds it to the model's own forward and generate().
+prefix attend within itself and the questions to everything, and spends the last layer on question rows only.
+A test holds it to the model's own forward and generate().
 """
 
 import math

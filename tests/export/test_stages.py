@@ -231,7 +231,7 @@ def test_int8_errs_by_half_a_step(seed: int, heads: int, tokens: int, head_dim: 
     assert np.abs(values.numpy()).max(axis=-1).min() >= 126  # the whole range is used, row by row
 
 
-@given(seed=seeds, size=st.sampled_from([1e-4, 1e-3, 1.0, 100.0]), head_dim=head_dims)
+@given(seed=seeds, size=st.sampled_from([1e-2, 1.0, 100.0]), head_dim=head_dims)
 def test_compaction_adds_no_noise(seed: int, size: float, head_dim: int) -> None:
     """Quantizing a dequantized row gives the same integers and scales, however often."""
     rng = np.random.default_rng(seed)
