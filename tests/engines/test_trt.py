@@ -236,7 +236,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     package.mkdir()
     (package / "tensorrt.py").write_text(textwrap.dedent(STAND_IN))
     monkeypatch.syspath_prepend(package)
-    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # undone last: whatever a test imports is gone after it
+    monkeypatch.delitem(sys.modules, "tensorrt")
     monkeypatch.setenv("PYTHONPATH", str(package))
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
     monkeypatch.setattr(trt, "gpu", lambda: "sm_87")
