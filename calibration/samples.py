@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from engines.errors import UserError
+from engines.errors import UserError, one_line
 
 FILE = "samples.jsonl"
 
@@ -38,8 +38,12 @@ def read(folder: str | Path) -> list[Sample]:
     path = Path(folder) / FILE
     if not path.is_file():
         raise UserError(f"{path} does not exist: give a folder with {FILE} and its images by --samples")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
     samples = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -58,8 +62,19 @@ def read(folder: str | Path) -> list[Sample]:
 
 
 def model_inputs(processor: Any, sample: Sample) -> dict[str, Any]:
-    """The Hugging Face processor's tensors for one sample as a user message, batch 1."""
+    """The Hugging Face processor's tensors for one sample as a user message, batch 1.
+
+    Raises:
+        UserError: an image is damaged.
+    """
+    images = [_image(path) for path in sample.images] or None
     content = [{"type": "image"} for _ in sample.images] + [{"type": "text", "text": sample.prompt}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    images = [Image.open(image).convert("RGB") for image in sample.images] or None
     return dict(processor(images=images, text=text, return_tensors="pt"))
+
+
+def _image(path: Path) -> Image.Image:
+    try:
+        return Image.open(path).convert("RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's PNG reader raises SyntaxError
+        raise UserError(f"image {path} cannot be read: {one_line(error)}") from error

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from transformers import AutoModelForImageTextToText
 
 from export import checkpoint as checkpoints
 from export.checkpoint import Checkpoint
 from tests.export import tiny
 
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-vlm"
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "models" / "demo-vlm"
+RECIPE = Path(__file__).with_name("small.toml")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,3 +59,33 @@ def _hugging_face(path: Path) -> Any:
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None  # the tests compare what comes after the end token too
     return model
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """What `make` writes at a path, atomically, made by whichever test process comes first and shared by all."""
+    base = factory.getbasetemp()
+    base = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    with FileLock(base / f"{name}.lock"):
+        if not (base / name).exists():
+            make(base / name)
+    return base / name
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Path:
+    """The tiny checkpoint's bundle with one level of every stage, never to be changed."""
+    return once(tmp_path_factory, "tiny-bundle", lambda out: build(tiny_path, "--out", out, "--recipe", RECIPE))
+
+
+@pytest.fixture(scope="session")
+def off_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's bundle with the level `off`, built by the command that a user types."""
+    return once(tmp_path_factory, "off-bundle", lambda out: build(DEMO, "--out", out, "--recipe", "off"))
+
+
+def build(*arguments: object) -> str:
+    """Run export/build.py as a user does; its standard output."""
+    command = [sys.executable, ROOT / "export" / "build.py", *arguments]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

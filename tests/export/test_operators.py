@@ -23,9 +23,17 @@ settings.register_profile("operators", max_examples=25, deadline=None)
 settings.load_profile("operators")
 
 seeds = st.integers(0, 2**32 - 1)
-ATTENTION_INPUTS = (
-    ["query", "key_store", "key_scale", "value_store", "value_scale", "store_bias", "key_window", "value_window", "window_bias"]
-)
+ATTENTION_INPUTS = [
+    "query",
+    "key_store",
+    "key_scale",
+    "value_store",
+    "value_scale",
+    "store_bias",
+    "key_window",
+    "value_window",
+    "window_bias",
+]
 
 
 def run_body(function, inputs: list[np.ndarray], outputs: int, **attributes) -> list[np.ndarray]:

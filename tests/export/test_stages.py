@@ -91,7 +91,9 @@ def test_diversity_refuses_a_share_out_of_range(keep: float) -> None:
     head_dim=head_dims,
     pool=st.sampled_from([1, 3, 5, 7]),
 )
-def test_importance_is_mass_times_value_norm_pooled(seed: int, heads: int, tokens: int, head_dim: int, pool: int) -> None:
+def test_importance_is_mass_times_value_norm_pooled(
+    seed: int, heads: int, tokens: int, head_dim: int, pool: int
+) -> None:
     rng = np.random.default_rng(seed)
     mass = rng.random((2, heads, tokens)).astype(np.float32)
     value = rng.standard_normal((2, heads, tokens, head_dim)).astype(np.float32)
@@ -135,7 +137,9 @@ def cached(draw: st.DrawFn) -> Tokens:
 
 
 @given(tokens=cached(), capacity=st.integers(1, 32), sinks=st.integers(0, 3), recent=st.integers(0, 4))
-def test_select_keeps_protected_then_best_and_no_padding(tokens: Tokens, capacity: int, sinks: int, recent: int) -> None:
+def test_select_keeps_protected_then_best_and_no_padding(
+    tokens: Tokens, capacity: int, sinks: int, recent: int
+) -> None:
     tables = {"protect": {"sinks": sinks, "recent": recent}, "importance": {"pool": 1}}
     kept, index = Compress(tiny.recipe(**tables), capacity, 0.0, None).select(tokens)
     padded = tokens.padded(capacity)
@@ -186,9 +190,7 @@ def test_protect_refuses(wrong: dict) -> None:
 # Budget
 
 
-@given(
-    mean=st.floats(1, 500), layers=st.integers(1, 40), shallow=st.floats(0, 0.95), deep=st.floats(0, 0.95)
-)
+@given(mean=st.floats(1, 500), layers=st.integers(1, 40), shallow=st.floats(0, 0.95), deep=st.floats(0, 0.95))
 def test_budget_follows_the_cosine(mean: float, layers: int, shallow: float, deep: float) -> None:
     slots = CosineBudget(shallow_rate=shallow, deep_rate=deep).capacities(mean, layers)
     rates = [deep + (shallow - deep) * (1 + math.cos(math.pi * i / max(1, layers - 1))) / 2 for i in range(layers)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def llava(heads: int = 8, kv_heads: int = 2, head_dim: int = 16, layers: int = 3
         projection_dim=32,
         initializer_range=0.2,
     )
-    config = LlavaConfig(
+    config = LlavaConfig(  # type: ignore[call-arg]  # image_token_id is an alias
         vision_config=vision,
         text_config=text,
         image_token_id=4,
@@ -118,9 +118,21 @@ class Prompt:
         self.embeddings = checkpoint.embedding[self.ids].clone()
         if images:
             with torch.no_grad():
-                self.embeddings[visual] = torch.cat([checkpoint.encoder(p[None])[0] for p in self.inputs["pixel_values"]])
+                self.embeddings[visual] = torch.cat(
+                    [checkpoint.encoder(p[None])[0] for p in self.inputs["pixel_values"]]
+                )
         self.positions = torch.arange(len(self.ids))
         self.kinds = torch.where(visual, VISUAL, TEXT)
+
+    @classmethod
+    def of_ids(cls, checkpoint: Checkpoint, ids: list[int]) -> Prompt:
+        """Text tokens only, as they are."""
+        prompt = object.__new__(cls)
+        prompt.ids = torch.tensor(ids)
+        prompt.inputs = {"input_ids": prompt.ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        prompt.embeddings, prompt.positions = checkpoint.embedding[prompt.ids], torch.arange(len(ids))
+        prompt.kinds = torch.full((len(ids),), TEXT)
+        return prompt
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -158,7 +170,7 @@ class Driver:
         self.tensors: dict[str, Tensor] = {}
         self.count = self.compactions = 0
 
-    def run(self, kind: type, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+    def run(self, kind: type[Prefill] | type[Decode] | type[Compact], feeds: dict[str, Tensor]) -> dict[str, Tensor]:
         graph = self.graphs[kind]
         for spec in graph.inputs.values():
             assert (list(feeds[spec.name].shape), str(feeds[spec.name].dtype)) == (spec.shape, f"torch.{spec.dtype}")
@@ -195,8 +207,6 @@ class Driver:
 
     def decode(self, embedding: Tensor, positions: Sequence[int]) -> Tensor:
         """Logits [batch, vocab_size] after one more token each; embedding [batch, hidden_size]."""
-        if self.count == self.state.window:
-            self.compact()
         position = torch.tensor(positions, dtype=torch.int32)[:, None]
         out = self.run(Decode, {**self.tensors, "embedding": embedding[:, None], "position": position})
         for name, tensor in out.items():
@@ -227,14 +237,30 @@ class Driver:
         return found
 
 
-def greedy(driver: Driver, checkpoint: Checkpoint, prompts: Sequence[Prompt], steps: int) -> tuple[Tensor, Tensor]:
-    """`steps` greedy tokens [batch, steps] and their logits [batch, steps, vocab_size]."""
+def greedy(
+    driver: Driver,
+    checkpoint: Checkpoint,
+    prompts: Sequence[Prompt],
+    steps: int,
+    forced: Tensor | None = None,
+    before_decode: Callable[[int], None] = lambda step: None,
+) -> tuple[Tensor, Tensor]:
+    """`steps` greedy tokens [batch, steps] and their logits [batch, steps, vocab_size].
+
+    Args:
+        forced: tokens to feed in place of the greedy ones, [batch, steps].
+        before_decode: called before every decode step, the window compacted if it was full.
+    """
     logits = [driver.prefill(prompts)]
     tokens = [logits[0].argmax(-1)]
     for step in range(steps - 1):
+        fed = tokens[-1] if forced is None else forced[:, step]
+        if driver.count == driver.state.window:
+            driver.compact()
+        before_decode(step)
         # The next token's position continues the prompt as it was before any of its tokens was pruned.
         positions = [int(prompt.positions[-1]) + 1 + step for prompt in prompts]
-        logits.append(driver.decode(checkpoint.embedding[tokens[-1]], positions))
+        logits.append(driver.decode(checkpoint.embedding[fed], positions))
         tokens.append(logits[-1].argmax(-1))
     return torch.stack(tokens, 1), torch.stack(logits, 1)
 

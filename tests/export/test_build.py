@@ -1,0 +1,269 @@
+"""export/build.py and the user's mistakes: exit code 2, one line on standard error, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engines import bundle
+from engines.errors import UserError
+from export import build
+from tests.export import tiny
+from tests.export.conftest import ROOT
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def copy(tiny_path: Path, tmp_path: Path) -> Path:
+    """A checkpoint to damage."""
+    return shutil.copytree(tiny_path, tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a build that must fail; the line it prints."""
+
+    def run(*arguments: object) -> str:
+        folder = tmp_path / "built"
+        folder.mkdir()
+        assert build.main([*map(str, arguments), "--out", str(folder / "bundle")]) == 2
+        assert list(folder.iterdir()) == []
+        return one_line(capsys.readouterr().err)
+
+    return run
+
+
+def one_line(text: str) -> str:
+    assert text.startswith("error: "), text
+    assert text.count("\n") == 1, text
+    assert text.endswith("\n")
+    return text
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / WEIGHTS)
+    edit(weights)
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+
+
+def test_no_checkpoint_folder(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "config.json" in refused(tmp_path / "nothing", "--recipe", "off")
+
+
+def test_a_checkpoint_without_config(refused: Callable[..., str], copy: Path) -> None:
+    (copy / "config.json").unlink()
+    assert "has no config.json" in refused(copy, "--recipe", "off")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\x00"])
+def test_a_config_that_is_none(refused: Callable[..., str], copy: Path, text: str) -> None:
+    (copy / "config.json").write_text(text)
+    assert "config.json" in refused(copy, "--recipe", "off")
+
+
+def test_an_unsupported_model_type(refused: Callable[..., str], copy: Path) -> None:
+    edit_config(copy, model_type="bert")
+    assert "'bert' is not supported; supported: llava" in refused(copy, "--recipe", "off")
+
+
+def test_pickled_weights_are_not_loaded(refused: Callable[..., str], copy: Path) -> None:
+    torch.save(load_file(copy / WEIGHTS), copy / "pytorch_model.bin")
+    (copy / WEIGHTS).unlink()
+    assert "no .safetensors weights" in refused(copy, "--recipe", "off")
+
+
+def rename(weights: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in weights if "vision" in name)
+    weights[name.replace("vision", "visionary")] = weights.pop(name)
+
+
+def lose(weights: dict[str, torch.Tensor]) -> None:
+    del weights[next(name for name in weights if "q_proj" in name)]
+
+
+def add(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.language_model.layers.0.self_attn.extra.weight"] = torch.zeros(3)
+
+
+def reshape(weights: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in weights if "q_proj" in name)
+    weights[name] = weights[name][:-1].clone()
+
+
+@pytest.mark.parametrize(
+    ("edit", "word"), [(rename, "missing"), (lose, "missing"), (add, "unexpected"), (reshape, WEIGHTS[:0])]
+)
+def test_weights_that_do_not_fit_the_model(
+    refused: Callable[..., str], copy: Path, edit: Callable[[dict[str, torch.Tensor]], object], word: str
+) -> None:
+    edit_weights(copy, edit)
+    assert word in refused(copy, "--recipe", "off")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_truncated_weights(refused: Callable[..., str], copy: Path, share: float) -> None:
+    data = (copy / WEIGHTS).read_bytes()
+    (copy / WEIGHTS).write_bytes(data[: int(share * len(data))])
+    assert str(copy) in refused(copy, "--recipe", "off")
+
+
+def test_no_tokenizer(refused: Callable[..., str], copy: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    assert "processor" in refused(copy, "--recipe", "off")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour = 1", "unknown key 'colour'"),
+        ("[perception]\nkeeep = 0.5", "unknown key 'keeep'"),
+        ("[perception]\nkeep = 'half'", "perception.keep"),
+        ("perception = 0.5", "perception"),
+        ("[perception]\nkeep = 2.0", "keep must be in (0, 1], got 2.0"),
+        ("[importance]\npool = 4", "pool must be odd"),
+        ("[window]\nleast = 9\nmost = 8", "least <= most"),
+        ("store = 'int3'", "store"),
+        ("store = [", "cannot be read"),
+        ("\x00", "cannot be read"),
+    ],
+)
+def test_a_wrong_recipe(refused: Callable[..., str], tiny_path: Path, tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    line = refused(tiny_path, "--recipe", file)
+    assert message in line
+    assert "mine.toml" in line
+
+
+def test_no_such_recipe(refused: Callable[..., str], tiny_path: Path) -> None:
+    assert "presets are balanced, extreme, light, off" in refused(tiny_path, "--recipe", "tiny")
+
+
+def test_no_such_recipe_file(refused: Callable[..., str], tiny_path: Path, tmp_path: Path) -> None:
+    assert "none.toml does not exist" in refused(tiny_path, "--recipe", tmp_path / "none.toml")
+
+
+def test_no_such_level(refused: Callable[..., str], tiny_path: Path) -> None:
+    assert "--level mild is none of this bundle's levels: off" in refused(
+        tiny_path, "--recipe", "off", "--level", "mild"
+    )
+
+
+@pytest.mark.parametrize("length", [0, tiny.POSITIONS + 1])
+def test_a_bucket_that_the_model_has_no_positions_for(
+    refused: Callable[..., str], tiny_path: Path, length: int
+) -> None:
+    line = refused(tiny_path, "--recipe", "off", "--buckets", "48", length)
+    assert f"--buckets {length}: the model has positions 1 to {tiny.POSITIONS}" in line
+
+
+def test_more_images_than_positions(refused: Callable[..., str], tiny_path: Path) -> None:
+    assert "smaller --images" in refused(tiny_path, "--recipe", "off", "--images", "99")
+
+
+@pytest.mark.parametrize("option", ["--images", "--text-tokens"])
+def test_no_room_asked_for(refused: Callable[..., str], tiny_path: Path, option: str) -> None:
+    assert "must be at least 1" in refused(tiny_path, "--recipe", "off", option, "0")
+
+
+@pytest.mark.parametrize("arguments", [["--recipi", "off"], ["--backend", "tpu"], ["--buckets", "many"]])
+def test_a_wrong_option(refused: Callable[..., str], arguments: list[str]) -> None:
+    assert "--help" in refused(*arguments)
+
+
+def test_no_samples(refused: Callable[..., str], copy: Path) -> None:
+    shutil.rmtree(copy / "samples")
+    assert "--samples" in refused(copy, "--recipe", "light")
+
+
+def test_a_sample_without_its_image(refused: Callable[..., str], copy: Path) -> None:
+    (copy / "samples" / "1.png").unlink()
+    assert "1.png does not exist" in refused(copy, "--recipe", "light")
+
+
+def test_a_sample_with_a_truncated_image(refused: Callable[..., str], copy: Path) -> None:
+    image = copy / "samples" / "1.png"
+    image.write_bytes(image.read_bytes()[:100])
+    assert "1.png cannot be read" in refused(copy, "--recipe", "light")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "jobs"), [(UserError("broke"), 2, 1), (UserError("broke"), 2, 2), (KeyboardInterrupt(), 130, 1)]
+)
+def test_a_build_that_fails_leaves_the_old_bundle(
+    tiny_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    jobs: int,
+) -> None:
+    old = tmp_path / "out" / "bundle"
+    old.mkdir(parents=True)
+    (old / bundle.CHECKSUM).write_text("a bundle's, be it damaged")
+    (old / bundle.WEIGHTS).write_bytes(b"weights")
+    before = content(tmp_path / "out")
+
+    def fail(_graph: object, name: str, weights: Any) -> None:
+        """Perhaps in a process of its own: what it saw is left in a file."""
+        (weights.folder / f"{name}.onnx").write_bytes(b"half")
+        (tmp_path / "seen").write_text(str(len(list((tmp_path / "out").iterdir()))))
+        raise error
+
+    monkeypatch.setattr("export.pipeline.export", fail)
+    assert build.main([str(tiny_path), "--recipe", "off", "--jobs", str(jobs), "--out", str(old)]) == code
+    one_line(capsys.readouterr().err)
+    assert (tmp_path / "seen").read_text() == "2"  # it did write something: a folder beside the old one
+    assert content(tmp_path / "out") == before
+
+
+def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "export" / "build.py", *arguments]
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_a_folder_that_is_no_bundle_is_not_replaced(tmp_path: Path) -> None:
+    """As a process, from another directory: refused before anything heavy is loaded."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("all of it")
+    done = run("--out", mine, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is not a bundle" in one_line(done.stderr)
+    assert content(tmp_path) == {"mine/thesis.txt": b"all of it"}
+
+
+def test_a_wrong_folder_as_a_process(tmp_path: Path) -> None:
+    done = run("nothing", "--out", "bundle", "--recipe", "off", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "nothing is not a Hugging Face checkpoint" in one_line(done.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_teaches() -> None:
+    done = run("--help", cwd=ROOT)
+    assert done.returncode == 0
+    assert all(
+        word in done.stdout for word in ("python export/build.py", "--recipe", "balanced", "trt-rtx", "default:")
+    )

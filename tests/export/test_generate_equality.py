@@ -1,0 +1,75 @@
+"""The promise of recipe `off`: the built bundle says, token for token, what Hugging Face's `generate` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import GenerationConfig
+
+import runtime
+from demo_vlm.suites import NAMES, Item, suites
+from export.checkpoint import Checkpoint
+
+pytestmark = pytest.mark.slow
+
+STEPS, BATCH = 64, 40
+SAMPLES = {name: 200 if name in ("easy1", "page1", "easy4", "page4") else 60 for name in NAMES}  # eight images are slow
+TIE = 1e-4  # two logits this close are decided by the order of a float32 sum
+EXCUSED = 0.01
+
+
+def hugging_face(model: Any, processor: Any, items: list[Item]) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Greedy tokens of every item, end token ignored, and the gap between the two best logits at every step."""
+    processor.tokenizer.padding_side = "left"
+    config = GenerationConfig(
+        max_new_tokens=STEPS, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+    for start in range(0, len(items), BATCH):
+        batch = items[start : start + BATCH]
+        texts = []
+        for item in batch:
+            content = [{"type": "image"} for _ in item.images] + [{"type": "text", "text": item.question}]
+            texts.append(
+                processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+            )
+        images = [[Image.fromarray(pixels) for pixels in item.images] for item in batch]
+        inputs = processor(images=images, text=texts, return_tensors="pt", padding=True)
+        with torch.no_grad():
+            out = model.generate(**inputs, generation_config=config)
+        tokens = out.sequences[:, inputs["input_ids"].shape[1] :]
+        best = torch.stack(out.logits, dim=1).topk(2).values
+        assert tokens.shape[1] == STEPS
+        yield from zip(tokens.tolist(), (best[..., 0] - best[..., 1]).numpy(), strict=True)
+
+
+@pytest.mark.parametrize("suite", NAMES)
+def test_tokens_are_hugging_faces(
+    off_bundle: Path, demo: Checkpoint, demo_reference: Any, suite: str, record_property: Any
+) -> None:
+    samples = SAMPLES[suite]
+    items = suites([suite], limit=samples)[suite]
+    assert len(items) == samples
+    vlm = runtime.open(off_bundle, level="off", threads=1)
+    equal, ties, answers = 0, 0, set()
+    for item, (want, gaps) in zip(items, hugging_face(demo_reference, demo.processor, items), strict=True):
+        got = vlm.generate(item.question, images=item.images, max_new_tokens=STEPS, ignore_eos=True).tokens
+        assert len(got) == STEPS
+        answers.add(tuple(got))
+        if got == want:
+            equal += 1
+            continue
+        step = next(i for i, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1])
+        assert gaps[step] < TIE, f"{item.question!r}: token {step} is {got[step]}, Hugging Face says {want[step]}"
+        ties += 1
+    print(f"{suite}: {equal} of {len(items)} equal, {ties} excused by a tie")
+    record_property("equal", equal)
+    record_property("ties", ties)
+    assert equal + ties == samples
+    assert ties <= EXCUSED * samples
+    assert len(answers) > samples / 50  # different images and questions got different answers

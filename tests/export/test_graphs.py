@@ -1,0 +1,271 @@
+"""The graphs as PyTorch modules, run as the runtime runs them: against Hugging Face, and against a masked oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from calibration import keys, samples
+from export.attention import attention_by
+from export.checkpoint import Checkpoint
+from export.compress import KeyStatistics
+from export.graphs import Vision
+from tests.export import tiny
+from tests.export.tiny import Driver, Prompt, greedy, hugging_face
+
+STEPS = 64
+LENGTH = 64
+ROOMY = {"keep": 2.5}  # of 64 slots: prompt and answer fit into every store
+EVICTING = {
+    "budget": {"keep": 0.3, "shallow_rate": 0.6, "deep_rate": 0.3},
+    "importance": {"pool": 3, "window": 4},
+    "protect": {"sinks": 2, "recent": 3},
+}
+WHOLE = {"window": {"least": STEPS, "most": STEPS, "recent": 0.0, "compact": False}}  # never compacted
+
+
+@pytest.fixture(scope="module")
+def prompt(checkpoint: Checkpoint) -> Prompt:
+    pictures = [tiny.picture(1), tiny.picture(2)]
+    return Prompt(checkpoint, "what color is the shape ?", pictures)
+
+
+@pytest.fixture(scope="module")
+def generated(reference: Any, prompt: Prompt) -> tuple[Tensor, Tensor]:
+    tokens, logits = hugging_face(reference, prompt, STEPS)
+    assert len(tokens) == STEPS
+    assert len(set(tokens.tolist())) > 10  # an answer that never changes could not tell much
+    return tokens, logits
+
+
+@pytest.fixture(scope="module")
+def statistics(checkpoint: Checkpoint) -> list[KeyStatistics]:
+    return keys.key_statistics(checkpoint, samples.read(checkpoint.path / "samples"))
+
+
+def oracle(checkpoint: Checkpoint, embeddings: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
+    """Logits of every token, all keys present, each layer and KV head masked by itself.
+
+    Args:
+        embeddings: [tokens, hidden_size]; positions: [tokens].
+        allowed: whether a query may look at a key, [layers, kv_heads, queries, keys].
+    """
+
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        group = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        mask = allowed[layer].repeat_interleave(group, dim=0)
+        return (query @ key.mT * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ value
+
+    with torch.no_grad(), attention_by(attention):
+        out = checkpoint.decoder.language_model(
+            inputs_embeds=embeddings[None], position_ids=positions[None], use_cache=False
+        )
+        return checkpoint.decoder.head(out[0])[0]
+
+
+def check_by_oracle(checkpoint: Checkpoint, driver: Driver, prompt: Prompt, steps: int) -> Tensor:
+    """Generate, noting what every step may see; the oracle with those masks must give the same logits.
+
+    Returns:
+        The mask, [layers, kv_heads, tokens, tokens].
+    """
+    decoder, length = checkpoint.decoder, len(prompt)
+    total = length + steps - 1
+    positions = torch.cat([prompt.positions, torch.arange(steps - 1) + prompt.positions[-1] + 1])
+    row_of = {int(position): row for row, position in enumerate(positions)}
+    allowed = torch.zeros(decoder.num_layers, decoder.num_kv_heads, total, total, dtype=torch.bool)
+    allowed[:, :, :length] = torch.ones(length, total).tril().bool()
+
+    def note(step: int) -> None:
+        for layer in range(decoder.num_layers):
+            for head, visible in enumerate(driver.visible(layer)):
+                allowed[layer, head, length + step, [*map(row_of.__getitem__, visible), length + step]] = True
+
+    tokens, logits = greedy(driver, checkpoint, [prompt], steps, before_decode=note)
+    embeddings = torch.cat([prompt.embeddings, checkpoint.embedding[tokens[0, :-1]]])
+    want = oracle(checkpoint, embeddings, positions, allowed)[length - 1 :]
+    torch.testing.assert_close(logits[0], want, atol=1e-4, rtol=0)
+    return allowed
+
+
+@pytest.mark.parametrize("tables", [WHOLE, {"budget": ROOMY}], ids=["window never full", "compacted"])
+def test_without_eviction_tokens_are_hugging_faces(
+    checkpoint: Checkpoint, prompt: Prompt, generated: tuple[Tensor, Tensor], tables: dict
+) -> None:
+    driver = Driver(checkpoint.decoder, tiny.recipe(**tables), LENGTH)
+    tokens, logits = greedy(driver, checkpoint, [prompt], STEPS)
+    assert tokens[0].tolist() == generated[0].tolist()
+    torch.testing.assert_close(logits[0], generated[1], atol=1e-4, rtol=0)
+    assert driver.compactions == (0 if tables is WHOLE else 10)  # every W - r = 6 steps
+
+
+@pytest.mark.parametrize("tables", [{**WHOLE, "window": {**WHOLE["window"]}}, {"budget": ROOMY}])
+def test_demo_tokens_are_hugging_faces(demo: Checkpoint, demo_reference: Any, tables: dict) -> None:
+    prompt = Prompt(demo, "what color is the shape ?", [tiny.picture(1)])
+    want, logits = hugging_face(demo_reference, prompt, STEPS)
+    tokens, got = greedy(Driver(demo.decoder, tiny.recipe(**tables), 96), demo, [prompt], STEPS)
+    assert tokens[0].tolist() == want.tolist()
+    torch.testing.assert_close(got[0], logits, atol=1e-4 * float(logits.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("store", "window", "tolerance"), [("float16", "float16", 0.02), ("int8", "float32", 0.2), ("int8", "float16", 0.2)]
+)
+def test_a_narrower_store_is_close(
+    checkpoint: Checkpoint,
+    prompt: Prompt,
+    generated: tuple[Tensor, Tensor],
+    statistics: list[KeyStatistics],
+    store: str,
+    window: str,
+    tolerance: float,
+) -> None:
+    recipe = tiny.recipe(store=store, budget=ROOMY, window={"dtype": window})
+    driver = Driver(checkpoint.decoder, recipe, LENGTH, statistics=statistics if store == "int8" else None)
+    tokens, want = generated
+    _, logits = greedy(driver, checkpoint, [prompt], STEPS, forced=tokens[None])
+    assert driver.compactions == 10
+    error = (logits[0] - want).square().mean().sqrt() / want.std()
+    assert 0 < error < tolerance
+
+
+@pytest.mark.parametrize("recent", [0.0, 0.25, 0.6])
+def test_eviction_equals_a_masked_full_cache(checkpoint: Checkpoint, prompt: Prompt, recent: float) -> None:
+    recipe = tiny.recipe(**EVICTING, window={"recent": recent})
+    driver = Driver(checkpoint.decoder, recipe, LENGTH)
+    allowed = check_by_oracle(checkpoint, driver, prompt, 40)
+    assert driver.compactions >= 4
+    sizes = [min(slots, len(prompt)) for slots in driver.state.capacities]
+    seen = allowed[:, :, len(prompt) :].sum(-1)  # [layers, kv_heads, steps]
+    for layer, slots in enumerate(sizes):
+        assert int(seen[layer].max()) <= slots + driver.state.window + 1
+    assert int(seen.max()) < len(prompt)  # tokens were dropped
+    assert not torch.equal(allowed[:, 0], allowed[:, 1])  # each head chose its own
+
+
+def test_sinks_are_never_dropped(checkpoint: Checkpoint, prompt: Prompt) -> None:
+    driver = Driver(checkpoint.decoder, tiny.recipe(**EVICTING), LENGTH)
+
+    def check(_step: int) -> None:
+        for layer in range(checkpoint.decoder.num_layers):
+            assert all({0, 1} <= visible for visible in driver.visible(layer))
+
+    greedy(driver, checkpoint, [prompt], 40, before_decode=check)
+
+
+def test_what_was_dropped_never_returns(checkpoint: Checkpoint, prompt: Prompt) -> None:
+    driver = Driver(checkpoint.decoder, tiny.recipe(**EVICTING), LENGTH)
+    before: dict[int, list[set[int]]] = {}
+
+    def check(step: int) -> None:
+        written = {len(prompt) + step - 1} if step else set()
+        for layer in range(checkpoint.decoder.num_layers):
+            now = driver.visible(layer)
+            for known, visible in zip(before.get(layer, now), now, strict=True):
+                assert visible <= known | written
+            before[layer] = now
+
+    greedy(driver, checkpoint, [prompt], 40, before_decode=check)
+
+
+@pytest.mark.parametrize("tables", [{"budget": ROOMY}, EVICTING], ids=["roomy", "evicting"])
+def test_a_batch_of_two_is_two_single_runs(checkpoint: Checkpoint, prompt: Prompt, tables: dict) -> None:
+    prompts = [prompt, Prompt(checkpoint, "how many digits ?")]
+    both = Driver(checkpoint.decoder, tiny.recipe(**tables), LENGTH, batch=2)
+    tokens, logits = greedy(both, checkpoint, prompts, 40)
+    for item, single in enumerate(prompts):
+        alone = Driver(checkpoint.decoder, tiny.recipe(**tables), LENGTH)
+        want_tokens, want = greedy(alone, checkpoint, [single], 40)
+        assert tokens[item].tolist() == want_tokens[0].tolist()
+        torch.testing.assert_close(logits[item], want[0], atol=1e-4, rtol=0)
+        for layer in range(checkpoint.decoder.num_layers):
+            assert both.visible(layer, item) == alone.visible(layer)
+
+
+@pytest.mark.parametrize("tables", [{"budget": ROOMY}, EVICTING], ids=["roomy", "evicting"])
+def test_centring_changes_nothing(checkpoint: Checkpoint, prompt: Prompt, tables: dict) -> None:
+    decoder = checkpoint.decoder
+    shape = (decoder.num_kv_heads, decoder.head_dim)
+    generator = torch.Generator().manual_seed(0)
+    random = [
+        KeyStatistics(3 * torch.randn(shape, generator=generator), torch.ones(shape)) for _ in range(decoder.num_layers)
+    ]
+    plain, centred = (
+        greedy(Driver(decoder, tiny.recipe(**tables), LENGTH, statistics=known), checkpoint, [prompt], 40)
+        for known in (None, random)
+    )
+    assert centred[0].tolist() == plain[0].tolist()
+    torch.testing.assert_close(centred[1], plain[1], atol=1e-3, rtol=0)
+
+
+def test_vision_returns_the_kept_features(checkpoint: Checkpoint) -> None:
+    vision = Vision(checkpoint.encoder, tiny.recipe(perception={"keep": 0.4}), *checkpoint.pixel_size)
+    pixels = torch.randn(1, 3, *checkpoint.pixel_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        features, kept = vision(pixels)
+        assert kept.dtype == torch.int32
+        assert kept.shape == (1, round(0.4 * tiny.IMAGE_TOKENS))
+        assert torch.equal(features[0], checkpoint.encoder(pixels)[0, kept[0].long()])
+        whole, everything = Vision(checkpoint.encoder, tiny.recipe(), *checkpoint.pixel_size)(pixels)
+        assert torch.equal(whole, checkpoint.encoder(pixels))
+        assert everything.tolist() == [list(range(tiny.IMAGE_TOKENS))]
+
+
+@pytest.mark.parametrize("tables", [{"budget": ROOMY}, EVICTING], ids=["roomy", "evicting"])
+def test_pruned_prompts_keep_their_positions(checkpoint: Checkpoint, prompt: Prompt, tables: dict) -> None:
+    visual = (prompt.kinds == 2).nonzero()[:, 0].tolist()
+    dropped = set(np.random.default_rng(0).choice(visual, len(visual) // 2, replace=False).tolist())
+    pruned = prompt.only(torch.tensor([i for i in range(len(prompt)) if i not in dropped]))
+    driver = Driver(checkpoint.decoder, tiny.recipe(**tables), LENGTH)
+    check_by_oracle(checkpoint, driver, pruned, 30)
+    if tables is not EVICTING:
+        cached = set(pruned.positions.tolist()) | set(range(len(prompt), len(prompt) + 29))
+        assert all(visible == cached for visible in driver.visible(0))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_short_prompt_leaves_slots_empty(checkpoint: Checkpoint, reference: Any, tokens: int) -> None:
+    prompt = Prompt.of_ids(checkpoint, [1, 7, 9][:tokens])
+    driver = Driver(checkpoint.decoder, tiny.recipe(budget=ROOMY), LENGTH)
+    got, logits = greedy(driver, checkpoint, [prompt], 40)
+    want, want_logits = hugging_face(reference, prompt, 40)
+    assert got[0].tolist() == want.tolist()
+    torch.testing.assert_close(logits[0], want_logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_short_prompt_with_eviction(checkpoint: Checkpoint, tokens: int) -> None:
+    prompt = Prompt.of_ids(checkpoint, [1, 7, 9][:tokens])
+    check_by_oracle(checkpoint, Driver(checkpoint.decoder, tiny.recipe(**EVICTING), LENGTH), prompt, 40)
+
+
+def test_a_prompt_that_fills_its_bucket(
+    checkpoint: Checkpoint, prompt: Prompt, generated: tuple[Tensor, Tensor]
+) -> None:
+    driver = Driver(checkpoint.decoder, tiny.recipe(budget={"keep": 3.0}), len(prompt))
+    tokens, _ = greedy(driver, checkpoint, [prompt], STEPS)
+    assert tokens[0].tolist() == generated[0].tolist()
+    check_by_oracle(checkpoint, Driver(checkpoint.decoder, tiny.recipe(**EVICTING), len(prompt)), prompt, 30)
+
+
+def test_a_bucket_shorter_than_the_observation_window(checkpoint: Checkpoint) -> None:
+    recipe = tiny.recipe(**{**EVICTING, "importance": {"window": 32}})
+    prompt = Prompt.of_ids(checkpoint, [1, 7, 9, 11, 12])
+    check_by_oracle(checkpoint, Driver(checkpoint.decoder, recipe, 12), prompt, 20)
+
+
+def test_the_state_is_no_larger_than_the_share_of_bytes(checkpoint: Checkpoint) -> None:
+    for share in (0.3, 0.5):
+        recipe = tiny.recipe(
+            store="int8", budget={"kv_bytes": share}, window={"least": 4, "most": 4, "dtype": "float16"}
+        )
+        statistics = [KeyStatistics(torch.zeros(2, 16), torch.ones(2, 16))] * 3
+        state = Driver(checkpoint.decoder, recipe, 128, statistics=statistics).state
+        used = sum(spec.nbytes for spec in state.specs().values())
+        fp16 = 2 * 3 * 2 * 16 * 2 * 128
+        assert used / fp16 == pytest.approx(share, abs=0.02)
