@@ -77,12 +77,6 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Pa
     return once(tmp_path_factory, "tiny-bundle", lambda out: build(tiny_path, "--out", out, "--recipe", RECIPE))
 
 
-@pytest.fixture(scope="session")
-def off_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's bundle with the level `off`, built by the command that a user types."""
-    return once(tmp_path_factory, "off-bundle", lambda out: build(DEMO, "--out", out, "--recipe", "off"))
-
-
 def build(*arguments: object) -> str:
     """Run export/build.py as a user does; its standard output."""
     command = [sys.executable, ROOT / "export" / "build.py", *arguments]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from transformers import GenerationConfig
 
 import runtime
 from demo_vlm.suites import NAMES, Item, suites
+from engines.bundle import Bundle
 from export.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.slow
@@ -50,12 +50,12 @@ def hugging_face(model: Any, processor: Any, items: list[Item]) -> Iterator[tupl
 
 @pytest.mark.parametrize("suite", NAMES)
 def test_tokens_are_hugging_faces(
-    off_bundle: Path, demo: Checkpoint, demo_reference: Any, suite: str, record_property: Any
+    demo_bundle: Bundle, demo: Checkpoint, demo_reference: Any, suite: str, record_property: Any
 ) -> None:
     samples = SAMPLES[suite]
     items = suites([suite], limit=samples)[suite]
     assert len(items) == samples
-    vlm = runtime.open(off_bundle, level="off", threads=1)
+    vlm = runtime.open(demo_bundle.path, level="off", threads=1)
     equal, ties, answers = 0, 0, set()
     for item, (want, gaps) in zip(items, hugging_face(demo_reference, demo.processor, items), strict=True):
         got = vlm.generate(item.question, images=item.images, max_new_tokens=STEPS, ignore_eos=True).tokens
