@@ -9,26 +9,39 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import GenerationConfig
+from transformers import AutoModelForImageTextToText, GenerationConfig
 
 import runtime
 from demo_vlm.suites import NAMES, Item, suites
 from engines.bundle import Bundle
 from export.checkpoint import Checkpoint
+from tests.export.conftest import DEMO
 
 pytestmark = pytest.mark.slow
 
-STEPS, BATCH = 64, 40
+STEPS, BATCH = 64, 20
 SAMPLES = {name: 200 if name in ("easy1", "page1", "easy4", "page4") else 60 for name in NAMES}  # eight images are slow
-TIE = 1e-4  # two logits this close are decided by the order of a float32 sum
+TIE = 1e-3  # two logits this close are decided by the order of float32 sums, 64 steps deep
 EXCUSED = 0.01
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model = AutoModelForImageTextToText.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def hugging_face(model: Any, processor: Any, items: list[Item]) -> Iterator[tuple[list[int], np.ndarray]]:
     """Greedy tokens of every item, end token ignored, and the gap between the two best logits at every step."""
     processor.tokenizer.padding_side = "left"
     config = GenerationConfig(
-        max_new_tokens=STEPS, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+        max_new_tokens=STEPS,
+        do_sample=False,
+        pad_token_id=0,
+        cache_implementation="static",  # with PyTorch's attention twice as fast as the default, and the same tokens
+        output_logits=True,
+        return_dict_in_generate=True,
     )
     for start in range(0, len(items), BATCH):
         batch = items[start : start + BATCH]
@@ -50,14 +63,14 @@ def hugging_face(model: Any, processor: Any, items: list[Item]) -> Iterator[tupl
 
 @pytest.mark.parametrize("suite", NAMES)
 def test_tokens_are_hugging_faces(
-    demo_bundle: Bundle, demo: Checkpoint, demo_reference: Any, suite: str, record_property: Any
+    demo_bundle: Bundle, demo: Checkpoint, model: Any, suite: str, record_property: Any
 ) -> None:
     samples = SAMPLES[suite]
     items = suites([suite], limit=samples)[suite]
     assert len(items) == samples
     vlm = runtime.open(demo_bundle.path, level="off", threads=1)
     equal, ties, answers = 0, 0, set()
-    for item, (want, gaps) in zip(items, hugging_face(demo_reference, demo.processor, items), strict=True):
+    for item, (want, gaps) in zip(items, hugging_face(model, demo.processor, items), strict=True):
         got = vlm.generate(item.question, images=item.images, max_new_tokens=STEPS, ignore_eos=True).tokens
         assert len(got) == STEPS
         answers.add(tuple(got))
@@ -71,5 +84,5 @@ def test_tokens_are_hugging_faces(
     record_property("equal", equal)
     record_property("ties", ties)
     assert equal + ties == samples
-    assert ties <= EXCUSED * samples
+    assert ties <= max(1, EXCUSED * samples)
     assert len(answers) > samples / 50  # different images and questions got different answers
