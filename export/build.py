@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0:1] = [str(ROOT)]  # run as a script, Python puts export/ there; `export` must be importable as a package
+if not __package__:  # run as a script, Python puts export/ first; `export` must be importable as a package
+    sys.path[0] = str(ROOT)
 
 from engines import bundle  # noqa: E402
 from engines.errors import Parser, UserError, command  # noqa: E402

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+import export.operators  # noqa: F401  registers torch.ops.unicache
 from export.recipe import Recipe
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engines import bundle
 from engines.errors import UserError
 from engines.ort import OrtSession
 from export.graphs import NEW, PADDING, TEXT, Graph
 
+SEEDS = 3  # one token alone can miss a weight that feeds a gate it leaves shut
 TOLERANCE = 2e-3  # float32 sums in another order, a few layers deep, relative to the largest value
 
 
@@ -49,16 +51,22 @@ def largest_error(graph: Graph, exported: bundle.Graph, folder: Path) -> float:
     Raises:
         UserError: an output differs by more than `TOLERANCE`, or in shape.
     """
-    feeds = random_inputs(graph)
-    with torch.no_grad():
-        expected = dict(zip(graph.outputs, graph(*(torch.from_numpy(v) for v in feeds.values())), strict=True))
     session = OrtSession(folder / exported.file)
-    actual = session.run(feeds)
+    worst = 0.0
+    for seed in range(SEEDS):
+        feeds = random_inputs(graph, seed)
+        with torch.no_grad():
+            expected = dict(zip(graph.outputs, graph(*(torch.from_numpy(v) for v in feeds.values())), strict=True))
+        worst = max(worst, _largest_difference(expected, session.run(feeds), exported.file))
+    return worst
+
+
+def _largest_difference(expected: dict[str, Tensor], actual: dict[str, np.ndarray], file: str) -> float:
     worst = 0.0
     for name, want in expected.items():
         wanted, got = want.numpy().astype(np.float64), actual[name].astype(np.float64)
         if wanted.shape != got.shape:
-            raise UserError(f"{exported.file}: output {name} has shape {got.shape}, PyTorch gives {wanted.shape}")
+            raise UserError(f"{file}: output {name} has shape {got.shape}, PyTorch gives {wanted.shape}")
         same = np.ones(wanted.shape, bool)
         kind, _, layer = name.partition(".")
         places = f"{NEW if kind.startswith(NEW) else ''}store_positions.{layer}"
@@ -68,15 +76,15 @@ def largest_error(graph: Graph, exported: bundle.Graph, folder: Path) -> float:
             kept = actual[places] == expected[places].numpy()
             same = np.broadcast_to(kept[..., None] if wanted.ndim == 4 else kept, wanted.shape)
         if same.mean() < 0.99:
-            raise UserError(f"{exported.file}: {name} agrees with PyTorch in {same.mean():.1%} of the slots only")
+            raise UserError(f"{file}: {name} agrees with PyTorch in {same.mean():.1%} of the slots only")
         finite = np.isfinite(wanted)
         if (finite != np.isfinite(got))[same].any():
-            raise UserError(f"{exported.file}: output {name} is not finite where PyTorch's is")
+            raise UserError(f"{file}: output {name} is not finite where PyTorch's is")
         # One step of int8 is a rounding tie, not an error.
         slack = 1.0 if actual[name].dtype == np.int8 else 0.0
         difference = np.abs(wanted[same & finite] - got[same & finite]) - slack
         scale = max(np.abs(wanted[finite]).max(initial=0), 1e-3)
         worst = max(worst, difference.max(initial=0) / scale)
         if worst > TOLERANCE:
-            raise UserError(f"{exported.file}: output {name} differs from PyTorch by {worst:.1e}, allowed {TOLERANCE}")
+            raise UserError(f"{file}: output {name} differs from PyTorch by {worst:.1e}, allowed {TOLERANCE}")
     return worst

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import export.operators  # noqa: F401  registers topk_gather
 from engines.errors import UserError
 from export.compress import Compress, KeyStatistics, Tokens
 from export.stages.cosine_budget import CosineBudget

@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor
 from transformers import CLIPVisionConfig, GenerationConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-import export.operators  # noqa: F401  registers the operators that the modules call
 from calibration.samples import FILE
 from demo_vlm.saving import build_processor
 from demo_vlm.vocabulary import TOKEN_IDS
