@@ -13,12 +13,11 @@ import argparse
 import json
 import os
 import platform
-import re
 import shlex
 import signal
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -33,19 +32,16 @@ from tqdm import tqdm
 
 import runtime
 from demo_vlm import suites as held_out
-from demo_vlm.data import load_easy_vqa
-from demo_vlm.suites import Item
+from demo_vlm.suites import Item, blind_accuracy
 from engines import bundle as bundles
 from engines.errors import UserError, command
 
 if TYPE_CHECKING:
     from runtime.model import VLM
 
-SUITES = "easy1,page1,easy4,page4,easy8,page8"
 REGIMES = {"prompt": False, "later": True}  # -> question_later
 REFERENCE = "off"
 MAX_NEW_TOKENS = 8  # the longest answer has three
-IMAGE_NUMBER = re.compile(r"^in image \d , ")  # what a question about one of several images starts with
 CHUNK = 32  # questions that a process is given at once
 LEGEND = (
     "KV: bytes allocated for the cache / bytes of an fp16 cache of the whole prompt and the answer. "
@@ -71,16 +67,16 @@ class Cell:
 
     Attributes:
         outcomes: of every question, in the suite's order.
+        blind: accuracy of the most frequent answer to the question, the image unseen.
         reference: the outcomes of the same questions at level `off`, if that was measured.
-        blind: accuracy of the most frequent answer to the question, the image unseen; None for pages.
     """
 
     suite: str
     regime: str
     level: str
     outcomes: list[Outcome]
+    blind: float
     reference: list[Outcome] | None = None
-    blind: float | None = None
 
     @property
     def accuracy(self) -> float:
@@ -203,22 +199,6 @@ def run(jobs: list[Job], opener: Callable[[str], VLM], processes: int) -> Iterat
         pool.shutdown(cancel_futures=True)
 
 
-def blind(items: Sequence[Item]) -> float | None:
-    """Accuracy of the most frequent answer to each question in easy-VQA's training split, no image seen.
-
-    None unless all questions are easy-VQA's: a number on a page cannot be guessed.
-    """
-    if any(item.kind != "easy" for item in items):
-        return None
-    answers: dict[str, Counter[str]] = defaultdict(Counter)
-    for pairs in load_easy_vqa("train").questions:
-        for question, answer in pairs:
-            answers[question][answer] += 1
-    guesses = {question: counts.most_common(1)[0][0] for question, counts in answers.items()}
-    questions = [IMAGE_NUMBER.sub("", item.question) for item in items]
-    return sum(guesses.get(q) == item.answer for q, item in zip(questions, items, strict=True)) / len(items)
-
-
 def measure(
     suites: dict[str, list[Item]], regimes: list[str], levels: list[str], opener: Callable[[str], VLM], processes: int
 ) -> list[Cell]:
@@ -237,7 +217,7 @@ def measure(
             bar.update(len(outcomes))
     ordered = {key: [o for start in sorted(parts) for o in parts[start]] for key, parts in found.items()}
     return [
-        Cell(s, r, level, ordered[s, r, level], ordered.get((s, r, REFERENCE)), blind(items))
+        Cell(s, r, level, ordered[s, r, level], blind_accuracy(items), ordered.get((s, r, REFERENCE)))
         for s, items in suites.items()
         for r in regimes
         for level in levels
@@ -267,9 +247,7 @@ def table(cells: list[Cell]) -> str:
                 f"{sum(cell.kv_ratios) / len(cell.kv_ratios):.3f}",
                 f"{max(cell.kv_ratios):.3f}",
             ]
-        rows.append(
-            [cell.suite, cell.regime, cell.level, *asked, "" if cell.blind is None else f"{100 * cell.blind:.1f}"]
-        )
+        rows.append([cell.suite, cell.regime, cell.level, *asked, f"{100 * cell.blind:.1f}"])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |" for row in rows]
     lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
@@ -316,7 +294,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", help="folder that export/build.py wrote for the demo VLM")
     parser.add_argument("--levels", help="comma-separated; default: all of the bundle")
-    parser.add_argument("--suites", default=SUITES, help=f"of {','.join(held_out.NAMES)}; default: {SUITES}")
+    parser.add_argument("--suites", default=",".join(held_out.NAMES), help="comma-separated; default: %(default)s")
     parser.add_argument("--regimes", default=",".join(REGIMES), help=f"default: {','.join(REGIMES)}")
     parser.add_argument("--limit", type=_positive, metavar="N", help="questions of each suite; default: all")
     parser.add_argument("--backend", default="auto", help="as in `python -m runtime ask`")

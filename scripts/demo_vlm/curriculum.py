@@ -101,16 +101,16 @@ class Plan:
 
 
 PLAN = Plan(
-    warmup_steps=300,
+    warmup_steps=700,
     warmup_images=32,
-    warmup_rate=Rate(fall=80),
+    warmup_rate=Rate(fall=250),
     phases=(
-        Phase(200, {1: 1}),
-        Phase(100, {1: 0.4, 2: 0.6}),
-        Phase(400, {1: 0.25, 2: 0.15, 4: 0.6}),
-        Phase(100, {1: 0.15, 4: 0.6, 8: 0.25}),
+        Phase(400, {1: 1}),
+        Phase(200, {1: 0.5, 2: 0.5}),
+        Phase(1000, {1: 0.3, 2: 0.15, 4: 0.55}),
+        Phase(400, {1: 0.25, 4: 0.5, 8: 0.25}),
     ),
-    rate=Rate(fall=350),
+    rate=Rate(fall=1100),
 )
 
 

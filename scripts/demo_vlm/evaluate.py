@@ -1,10 +1,7 @@
 """Score a checkpoint on the held-out suites: greedy exact match, beside what a blind guess would score."""
 
-import re
-from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +10,11 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from demo_vlm.data import Context, Source, load_easy_vqa
+from demo_vlm.data import Context, load_easy_vqa
 from demo_vlm.model import collate, exact_matches, forward
 from demo_vlm.saving import load_checkpoint
-from demo_vlm.suites import EASY1, NAMES, contexts, suites
+from demo_vlm.suites import EASY1, NAMES, blind_accuracy, contexts, suites
 
-BLIND_SEED = 90_001
-BLIND_PAGES = 1000
 PACKED_IMAGES = 8  # images in one packed batch
 
 
@@ -53,28 +48,6 @@ def accuracy(model: LlavaForConditionalGeneration, data: list[Context], label: s
         logits = forward(model, batch).logits
         hits += [hit for row in exact_matches(logits, batch) for hit in row]
     return float(np.mean(hits))
-
-
-def bare(question: str) -> str:
-    """The question without "in image k , "."""
-    return re.sub(r"^in image \d , ", "", question)
-
-
-@lru_cache(maxsize=1)
-def blind_answers() -> dict[str, str]:
-    """For every question the answer that training gives most often, whatever the image shows."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    pages = Source(load_easy_vqa("train"), BLIND_SEED)
-    for pairs in [*load_easy_vqa("train").questions, *(pages.image("page")[1] for _ in range(BLIND_PAGES))]:
-        for question, answer in pairs:
-            counts[question][answer] += 1
-    return {question: counter.most_common(1)[0][0] for question, counter in counts.items()}
-
-
-def blind_accuracy(name: str) -> float:
-    """What a suite scores when nobody looks at the images."""
-    guess = blind_answers()
-    return float(np.mean([guess.get(bare(item.question)) == item.answer for item in suites([name])[name]]))
 
 
 def duplicates() -> Duplicates:
@@ -121,9 +94,9 @@ def evaluate(folder: Path, names: Iterable[str] = NAMES) -> list[Score]:
     model = load_checkpoint(folder)
     scores = []
     for name in names:
-        data = contexts(name)
-        questions = sum(len(context.questions) for context in data)
-        scores.append(Score(name, len(data[0].images), questions, accuracy(model, data, name), blind_accuracy(name)))
+        data, items = contexts(name), suites([name])[name]
+        blind = blind_accuracy(items)
+        scores.append(Score(name, len(data[0].images), len(items), accuracy(model, data, name), blind))
     return scores
 
 

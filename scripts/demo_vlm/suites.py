@@ -11,11 +11,16 @@ for item in suites(["page4"], limit=50)["page4"]:
 """
 
 import hashlib
-from collections.abc import Iterable
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from demo_vlm.data import Context, Kind, Pixels, Question, Source, load_easy_vqa
 
+BLIND_SEED = 90_001
+BLIND_PAGES = 1000
 BOTH: dict[Kind, float] = {"easy": 1, "page": 1}
 
 
@@ -89,6 +94,29 @@ def suites(names: Iterable[str] = NAMES, limit: int | None = None) -> dict[str, 
             items = [items[i * len(items) // limit] for i in range(limit)]
         out[name] = items
     return out
+
+
+def bare(question: str) -> str:
+    """The question without "in image k , "."""
+    return re.sub(r"^in image \d , ", "", question)
+
+
+@lru_cache(maxsize=1)
+def blind_answers() -> dict[str, str]:
+    """For every question the answer that training gives most often, whatever the image shows."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    train = load_easy_vqa("train")
+    pages = Source(train, BLIND_SEED)
+    for pairs in [*train.questions, *(pages.image("page")[1] for _ in range(BLIND_PAGES))]:
+        for question, answer in pairs:
+            counts[question][answer] += 1
+    return {question: counter.most_common(1)[0][0] for question, counter in counts.items()}
+
+
+def blind_accuracy(items: Sequence[Item]) -> float:
+    """Share of the questions answered rightly when nobody looks at the images."""
+    guess = blind_answers()
+    return sum(guess.get(bare(item.question)) == item.answer for item in items) / len(items)
 
 
 def fingerprint(name: str) -> str:

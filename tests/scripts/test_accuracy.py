@@ -47,7 +47,7 @@ def open_fake(level: str) -> Any:
 
 
 def test_accuracy_and_its_binomial_error() -> None:
-    cell = Cell("page1", "prompt", "off", [RIGHT, RIGHT, RIGHT, WRONG])
+    cell = Cell("page1", "prompt", "off", [RIGHT, RIGHT, RIGHT, WRONG], 0)
     assert cell.accuracy == 0.75
     assert cell.standard_error == pytest.approx(sqrt(0.75 * 0.25 / 4))
     assert cell.change is None
@@ -55,14 +55,14 @@ def test_accuracy_and_its_binomial_error() -> None:
 
 def test_change_counts_only_answers_that_differ() -> None:
     reference = [RIGHT, RIGHT, WRONG, RIGHT, RIGHT]
-    cell = Cell("page1", "prompt", "extreme", [WRONG, RIGHT, RIGHT, WRONG, RIGHT], reference)
+    cell = Cell("page1", "prompt", "extreme", [WRONG, RIGHT, RIGHT, WRONG, RIGHT], 0, reference)
     differences = [-1, 0, 1, -1, 0]
     assert cell.change == pytest.approx((np.mean(differences), np.std(differences) / sqrt(5)))
-    assert Cell("page1", "prompt", "light", reference, reference).change == (0, 0)
+    assert Cell("page1", "prompt", "light", reference, 0, reference).change == (0, 0)
 
 
 def test_kv_ratio_mean_and_worst_leave_out_what_was_refused() -> None:
-    cell = Cell("page1", "prompt", "off", [RIGHT, WRONG, Outcome(False, refused="too long")])
+    cell = Cell("page1", "prompt", "off", [RIGHT, WRONG, Outcome(False, refused="too long")], 0)
     assert cell.kv_ratios == [0.25, 0.5]
     written = cell.as_json()
     assert (written["kv_ratio_mean"], written["kv_ratio_worst"], written["refused"]) == (0.375, 0.5, 1)
@@ -119,28 +119,19 @@ def test_each_level_is_opened_once() -> None:
     assert sorted(opened) == ["extreme", "off"]
 
 
-def test_blind_guess_is_the_most_frequent_training_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = [[("color ?", "red"), ("is it red ?", "no")], [("color ?", "red")], [("color ?", "blue")]]
-    monkeypatch.setattr(accuracy, "load_easy_vqa", lambda split: SimpleNamespace(questions={"train": train}[split]))
-    asked = [("in image 2 , color ?", "red"), ("color ?", "blue"), ("is it red ?", "no"), ("never seen ?", "no")]
-    suite = [Item([IMAGE], question, answer, "easy") for question, answer in asked]
-    assert accuracy.blind(suite) == 0.5
-    assert accuracy.blind([*suite, *items(1)]) is None
-
-
 def test_table_shows_change_ratio_and_refusals() -> None:
     reference = [RIGHT, RIGHT, RIGHT, RIGHT]
     refused = [Outcome(False, refused="the prompt is too long")] * 4
     cells = [
-        Cell("easy1", "prompt", "off", reference, reference, 0.67),
-        Cell("easy1", "prompt", "extreme", [RIGHT, RIGHT, RIGHT, WRONG], reference, 0.67),
-        Cell("page8", "later", "extreme", refused),
+        Cell("easy1", "prompt", "off", reference, 0.67, reference),
+        Cell("easy1", "prompt", "extreme", [RIGHT, RIGHT, RIGHT, WRONG], 0.67, reference),
+        Cell("page8", "later", "extreme", refused, 0.002),
     ]
     lines = accuracy.table(cells).splitlines()
     off, extreme, page = ([column.strip() for column in line.split("|")[1:-1]] for line in lines[2:5])
     assert off == ["easy1", "prompt", "off", "4", "100.0 ± 0.0", "", "0.250", "0.250", "67.0"]
     assert extreme == ["easy1", "prompt", "extreme", "4", "75.0 ± 21.7", "-25.0 ± 21.7", "0.312", "0.500", "67.0"]
-    assert page == ["page8", "later", "extreme", "0", "-", "-", "-", "-", ""]
+    assert page == ["page8", "later", "extreme", "0", "-", "-", "-", "-", "0.2"]
     assert lines[-1] == "page8, later, extreme: 4 refused, for example: the prompt is too long"
 
 
@@ -165,7 +156,7 @@ def test_toy_bundle_from_command_to_json(toy_bundle: Path, tmp_path: Path, capsy
     written = json.loads(out.read_text())
     assert {cell["level"]: cell["questions"] for cell in written["cells"]} == {"loose": 2, "tight": 2}
     loose = written["cells"][0]
-    assert (loose["correct"], loose["change"], loose["blind"]) == (1, None, None)
+    assert (loose["correct"], loose["change"], loose["blind"]) == (1, None, 0)
     assert loose["kv_ratio_mean"] > written["cells"][1]["kv_ratio_mean"] > 0
     assert written["suites_sha256"] == {"page1": "hash of page1"}
     assert set(written["versions"]) == {"python", *accuracy.PACKAGES}
