@@ -20,7 +20,7 @@ from tests.export.conftest import DEMO
 pytestmark = pytest.mark.slow
 
 STEPS, BATCH = 64, 20
-SAMPLES = 200  # of every suite
+SAMPLES = {name: 200 if name in ("easy1", "page1", "easy4", "page4") else 40 for name in NAMES}
 TIE = 1e-4  # two logits this close are decided by the order of a float32 sum
 EXCUSED = 0.01
 
@@ -65,8 +65,8 @@ def hugging_face(model: Any, processor: Any, items: list[Item]) -> Iterator[tupl
 def test_tokens_are_hugging_faces(
     demo_bundle: Bundle, demo: Checkpoint, model: Any, suite: str, record_property: Any
 ) -> None:
-    items = suites([suite], limit=SAMPLES)[suite]
-    assert len(items) == SAMPLES
+    items = suites([suite], limit=SAMPLES[suite])[suite]
+    assert len(items) == SAMPLES[suite]
     vlm = runtime.open(demo_bundle.path, level="off", threads=1)
     equal, ties, answers = 0, 0, set()
     for item, (want, gaps) in zip(items, hugging_face(model, demo.processor, items), strict=True):
@@ -82,6 +82,6 @@ def test_tokens_are_hugging_faces(
     print(f"{suite}: {equal} of {len(items)} equal, {ties} excused by a tie")
     record_property("equal", equal)
     record_property("ties", ties)
-    assert equal + ties == SAMPLES
-    assert ties <= EXCUSED * SAMPLES
-    assert len(answers) > SAMPLES / 50  # different images and questions got different answers
+    assert equal + ties == len(items)
+    assert ties <= EXCUSED * len(items)
+    assert len(answers) > len(items) / 50  # different images and questions got different answers
