@@ -55,7 +55,7 @@ def parse(kind: type[T], data: Any, where: str) -> T:
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in args:
             return None  # type: ignore[return-value]
-        return parse(next(a for a in args if a is not type(None)), data, where)
+        return parse(_choose([a for a in args if a is not type(None)], data, where), data, where)
     if origin is typing.Literal:
         if data not in args:
             raise UserError(f"{where}: {data!r} is none of {', '.join(map(repr, args))}")
@@ -77,6 +77,15 @@ def parse(kind: type[T], data: Any, where: str) -> T:
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
         raise UserError(f"{where}: expected {kind.__name__}, got {data!r}")
     return data
+
+
+def _choose(kinds: list[Any], data: Any, where: str) -> Any:
+    """Of several dataclasses, each with a `method: Literal[name]`, the one that the data names, or the first."""
+    known = {typing.get_args(_hints(kind)["method"])[0]: kind for kind in kinds} if len(kinds) > 1 else {}
+    method = data.get("method", next(iter(known), None)) if isinstance(data, dict) else next(iter(known), None)
+    if known and method not in known:
+        raise UserError(f"{where}: no method {method!r}: choose from {', '.join(known)}")
+    return known.get(method, kinds[0])
 
 
 @functools.cache

@@ -77,25 +77,6 @@ def full_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scal
     return mix_values(attention, value)
 
 
-def observed_mass(query: Tensor, key: Tensor, bias: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Attention every key receives from an observation window of queries.
-
-    Args:
-        query: the last queries, [batch, heads, window, head_dim]; key: [batch, kv_heads, tokens, head_dim].
-        bias: [batch, window, tokens], finite.
-        seen: 1 for a real query, 0 for padding, [batch, window].
-
-    Returns:
-        Summed over the window, averaged over the query heads of a KV head: [batch, kv_heads, tokens], float32. A token
-        inside the window is seen by the later queries only; its sum is scaled up to the whole window, or the end of
-        the question would always look unimportant.
-    """
-    attention = (attention_logits(query, key, scale).float() + bias[:, None, None]).softmax(dim=-1)
-    mass = (attention * seen[:, None, None, :, None]).sum(dim=3).mean(dim=2)
-    observers = ((bias > LOWEST / 2) * seen[:, :, None]).sum(dim=1)  # queries that can see each key, [batch, tokens]
-    return mass * (seen.sum(dim=1, keepdim=True) / observers.clamp(min=1))[:, None]
-
-
 def store_window_attention(
     query: Tensor,
     key_store: Tensor,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 import export.operators  # noqa: F401  registers torch.ops.unicache
 from export.recipe import Recipe
+from export.stages.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -23,42 +23,6 @@ class KeyStatistics:
 
     center: Tensor
     absmax: Tensor
-
-
-@dataclass
-class Tokens:
-    """Cached tokens of one layer, float32 rows with what travels along.
-
-    Attributes:
-        key, value: [batch, kv_heads, tokens, head_dim]; keys after RoPE at original positions, centred.
-        positions: original positions, [batch, kv_heads, tokens], int32; -1 where empty.
-        bias: 0 a token, log(n) n merged, -inf empty, [batch, kv_heads, tokens], float32.
-        mass: attention received, [batch, kv_heads, tokens], float32.
-    """
-
-    key: Tensor
-    value: Tensor
-    positions: Tensor
-    bias: Tensor
-    mass: Tensor
-
-    def __add__(self, later: Tokens) -> Tokens:
-        """These tokens, then later ones."""
-        pairs = ((getattr(self, name), getattr(later, name)) for name in self.__dataclass_fields__)
-        return Tokens(*(torch.cat(pair, dim=2) for pair in pairs))
-
-    def padded(self, count: int) -> Tokens:
-        """The same with at least `count` slots; new ones are empty."""
-        more = count - self.key.shape[2]
-        if more <= 0:
-            return self
-        return Tokens(
-            pad(self.key, (0, 0, 0, more)),
-            pad(self.value, (0, 0, 0, more)),
-            pad(self.positions, (0, more), value=-1),
-            pad(self.bias, (0, more), value=-torch.inf),
-            pad(self.mass, (0, more)),
-        )
 
 
 class Compress(nn.Module):
@@ -79,11 +43,12 @@ class Compress(nn.Module):
         tokens = tokens.padded(self.capacity)
         if tokens.key.shape[2] == self.capacity:  # nothing to choose
             return tokens, torch.arange(self.capacity).expand(tokens.mass.shape)
-        score = self.protect(self.importance(tokens.mass, tokens.value), tokens.positions, tokens.bias, self.depth)
+        score = self.protect(self.importance(tokens), tokens, self.depth)
         key, value, positions, bias, index = torch.ops.unicache.topk_gather(
             score, tokens.key, tokens.value, tokens.positions, tokens.bias, self.capacity
         )
-        return Tokens(key, value, positions, bias, tokens.mass.gather(2, index)), index
+        kinds, mass = tokens.kinds.gather(2, index), tokens.mass.gather(2, index)
+        return Tokens(key, value, positions, kinds, bias, mass, tokens.center), index
 
     def forward(self, tokens: Tokens) -> dict[str, Tensor]:
         """Returns the layer's store tensors by their state names, without the layer's number."""
@@ -95,7 +60,7 @@ class Compress(nn.Module):
         elif self.recipe.store == "float16":
             store = {name: rows.half() for name, rows in store.items()}
         store |= {"store_bias": kept.bias.half(), "store_positions": kept.positions, "store_mass": kept.mass}
-        return store
+        return store | {"store_kinds": kept.kinds.to(torch.int8)}
 
     def restore(self, store: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Float32 keys and values, [batch, kv_heads, capacity, head_dim], of a store."""

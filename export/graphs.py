@@ -14,11 +14,13 @@ from torch.nn.functional import pad
 
 from engines.bundle import TensorSpec
 from engines.errors import UserError
-from export.attention import LOWEST, attention_by, full_attention, observed_mass, store_window_attention
-from export.compress import Compress, KeyStatistics, Tokens
+from export.attention import LOWEST, attention_by, full_attention, store_window_attention
+from export.compress import Compress, KeyStatistics
 from export.recipe import Recipe
+from export.stages.importance.importance import Observation
+from export.stages.tokens import PADDING, TEXT, Tokens
 
-PADDING, TEXT, VISUAL = 0, 1, 2  # kinds of tokens
+NOT_DECODED = ("store_positions", "window_positions", "store_kinds", "window_kinds")  # decode does not read them
 NEW = "new_"  # a graph cannot return a tensor under an input's name: `new_X` replaces X
 
 
@@ -91,6 +93,7 @@ class State:
                 "store_bias": ("float16", [*heads, slots]),
                 "store_positions": ("int32", [*heads, slots]),
                 "store_mass": ("float32", [*heads, slots]),
+                "store_kinds": ("int8", [*heads, slots]),
             }
             specs |= {f"{name}.{layer}": spec for name, spec in store.items() if self._used(name)}
         window = {
@@ -99,6 +102,7 @@ class State:
             "window_mass": ("float32", [d.num_layers, *heads, self.window]),
             "window_bias": ("float32", [self.batch, self.window]),
             "window_positions": ("int32", [self.batch, self.window]),
+            "window_kinds": ("int8", [self.batch, self.window]),
         }
         specs |= {name: spec for name, spec in window.items() if self._used(name)}
         return {name: TensorSpec(name, dtype, shape) for name, (dtype, shape) in specs.items()}
@@ -106,6 +110,8 @@ class State:
     def _used(self, name: str) -> bool:
         if name == "value_scale":
             return self.recipe.store == "int8"
+        if name.endswith("_kinds"):
+            return self.compacts and self.recipe.needs_kinds
         return not name.endswith("_mass") or self.compacts
 
 
@@ -147,7 +153,9 @@ class Vision(Graph):
 
 
 class _Stateful(Graph):
-    """What prefill, decode and compact share: the KV state and one `Compress` a layer."""
+    """What prefill, decode and compact share: the KV state, the keys' centres and one `Compress` a layer."""
+
+    center: Tensor | None  # [L, Hkv, 1, D]
 
     def __init__(self, state: State, statistics: list[KeyStatistics] | None):
         super().__init__()
@@ -157,6 +165,12 @@ class _Stateful(Graph):
             Compress(state.recipe, slots, layer / layers, statistics[layer] if statistics else None)
             for layer, slots in enumerate(state.capacities)
         )
+        centers = [known.center for known in statistics or []]
+        self.register_buffer("center", torch.stack(centers)[:, :, None] if centers else None)
+
+    def center_of(self, layer: int) -> Tensor | None:
+        """What is subtracted from a layer's keys, [kv_heads, 1, head_dim]."""
+        return None if self.center is None else self.center[layer]
 
     def layer(self, index: int) -> Compress:
         return typing.cast(Compress, self.compress[index])
@@ -169,13 +183,9 @@ class _Stateful(Graph):
 class _Decoding(_Stateful):
     """What prefill and decode share: the decoder itself and the centring of keys."""
 
-    center: Tensor | None  # [L, Hkv, 1, D]
-
     def __init__(self, state: State, statistics: list[KeyStatistics] | None):
         super().__init__(state, statistics)
         self.language_model, self.head = state.decoder.language_model, state.decoder.head
-        centers = [known.center for known in statistics or []]
-        self.register_buffer("center", torch.stack(centers)[:, :, None] if centers else None)
 
     def centred(self, key: Tensor, layer: int) -> Tensor:
         """Keys less their head's calibrated mean: softmax does not change, quantization does."""
@@ -211,24 +221,27 @@ class Prefill(_Decoding):
         order = torch.arange(length)
         visible = (order[:, None] >= order[None, :]) & real[:, None, :]
         bias = torch.where(visible, 0.0, LOWEST)  # [B, S, S]
-        observers = min(state.recipe.importance.window, length)
-        seen = real[:, -observers:].float()
+        importance = state.recipe.importance
+        observers = importance.observers(length)
         cached: dict[int, Tokens] = {}
         places = torch.where(real, positions, -1)
         empty = torch.where(real, 0.0, -torch.inf)
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             key = self.centred(key, layer)
-            mass = observed_mass(query[:, :, -observers:], key, bias[:, -observers:], seen, scale)
-            heads = (-1, state.decoder.num_kv_heads, -1)
-            cached[layer] = Tokens(key, value, places[:, None].expand(heads), empty[:, None].expand(heads), mass)
+            mass = torch.zeros(key.shape[:3])
+            if observers:
+                last = slice(length - observers, length)
+                seen = visible[:, last] & real[:, last, None]
+                mass = importance.observe(Observation(query[:, :, last], key, bias[:, last], seen, kinds, scale))
+            mine, its, holes = (x[:, None].expand(-1, key.shape[1], -1) for x in (places, kinds, empty))
+            cached[layer] = Tokens(key, value, mine, its, holes, mass, self.center_of(layer))
             return full_attention(query, key, value, bias, scale)
 
         result = {"logits": self.logits(embeddings, positions, attention)}
         split = length - state.recent
         for layer, tokens in cached.items():
-            old = Tokens(*(getattr(tokens, name)[:, :, :split] for name in tokens.__dataclass_fields__))
-            result |= {f"{name}.{layer}": t for name, t in self.layer(layer)(old).items()}
+            result |= {f"{name}.{layer}": t for name, t in self.layer(layer)(tokens[:split]).items()}
         free = state.window - state.recent
         rows = [cached[layer] for layer in range(state.decoder.num_layers)]
         dtype = getattr(torch, state.recipe.window.dtype)
@@ -237,6 +250,7 @@ class Prefill(_Decoding):
         result["window_mass"] = pad(torch.stack([t.mass[:, :, split:] for t in rows]), (0, free))
         result["window_bias"] = pad(empty[:, split:], (0, free), value=-torch.inf)
         result["window_positions"] = pad(places[:, split:], (0, free), value=-1)
+        result["window_kinds"] = pad(kinds[:, split:], (0, free), value=PADDING).to(torch.int8)
         return result
 
 
@@ -247,7 +261,7 @@ class Decode(_Decoding):
 
     def __init__(self, state: State, statistics: list[KeyStatistics] | None):
         super().__init__(state, statistics)
-        specs = {name: spec for name, spec in state.specs().items() if "positions" not in name}
+        specs = {name: spec for name, spec in state.specs().items() if not name.startswith(NOT_DECODED)}
         self._takes(
             TensorSpec("embedding", "float32", [state.batch, 1, state.decoder.hidden_size]),
             TensorSpec("position", "int32", [state.batch, 1]),
@@ -291,11 +305,14 @@ class Decode(_Decoding):
         result["new_key"] = torch.stack([key for key, *_ in rows]).to(dtype)
         result["new_value"] = torch.stack([value for _, value, *_ in rows]).to(dtype)
         if self.state.compacts:
-            on_window = torch.stack([mass for *_, mass in rows])  # [L, B, Hkv, W+1]
-            result["new_window_mass"] = state["window_mass"] + on_window[..., :-1]
-            result["new_mass"] = on_window[..., -1:]
-            for layer, (_, _, on_store, _) in enumerate(rows):
-                result[f"new_store_mass.{layer}"] = state[f"store_mass__{layer}"] + on_store
+            update = self.state.recipe.importance.update
+            on_old, on_new = [], []
+            for layer, (_, _, on_store, on_window) in enumerate(rows):
+                row, old = (on_store, on_window), state["window_mass"][layer]
+                result[f"new_store_mass.{layer}"] = update(state[f"store_mass__{layer}"], on_store, row)
+                on_old.append(update(old, on_window[..., :-1], row))
+                on_new.append(update(torch.zeros_like(on_window[..., -1:]), on_window[..., -1:], row))
+            result["new_window_mass"], result["new_mass"] = torch.stack(on_old), torch.stack(on_new)
         return result
 
 
@@ -312,23 +329,31 @@ class Compact(_Stateful):
     def compute(self, **state: Tensor) -> dict[str, Tensor]:
         window, kept = self.state.window, self.state.recent
         old, heads = window - kept, (-1, self.state.decoder.num_kv_heads, -1)
+        kinds = self.state.recipe.needs_kinds
         result: dict[str, Tensor] = {}
         for layer in range(self.state.decoder.num_layers):
             store, compress = self.state_of(state, layer), self.layer(layer)
             key, value = compress.restore(store)
+            center, text = self.center_of(layer), torch.tensor(TEXT, dtype=torch.int32)
             slots = Tokens(
                 key=key,
                 value=value,
                 positions=store["store_positions"],
+                kinds=store["store_kinds"].int() if kinds else text.expand(store["store_positions"].shape),
                 bias=store["store_bias"].float(),
                 mass=store["store_mass"],
+                center=center,
             )
             rows = Tokens(
                 key=state["key_window"][layer, :, :, :old].float(),
                 value=state["value_window"][layer, :, :, :old].float(),
                 positions=state["window_positions"][:, None, :old].expand(heads),
+                kinds=(state["window_kinds"].int() if kinds else text.expand(state["window_positions"].shape))[
+                    :, None, :old
+                ].expand(heads),
                 bias=state["window_bias"][:, None, :old].expand(heads),
                 mass=state["window_mass"][layer, :, :, :old],
+                center=center,
             )
             result |= {f"{name}.{layer}": t for name, t in compress(slots + rows).items()}
         for name in ("key_window", "value_window"):
@@ -336,4 +361,6 @@ class Compact(_Stateful):
         result["window_mass"] = pad(state["window_mass"][..., old:], (0, old))
         result["window_bias"] = pad(state["window_bias"][:, old:], (0, old), value=-torch.inf)
         result["window_positions"] = pad(state["window_positions"][:, old:], (0, old), value=-1)
+        if kinds:
+            result["window_kinds"] = pad(state["window_kinds"][:, old:], (0, old), value=PADDING)
         return {NEW + name: tensor for name, tensor in result.items()}

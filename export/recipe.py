@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 from engines.config import parse
 from engines.errors import UserError
-from export.stages.cosine_budget import CosineBudget
-from export.stages.diversity import Diversity
+from export.stages import budget, importance, perception
 from export.stages.int8 import Int8
 from export.stages.protect import Protect
-from export.stages.window_importance import WindowImportance
+from export.stages.stage import Stage
 
 PRESETS = Path(__file__).parent / "recipes"
 
@@ -67,9 +66,9 @@ class Recipe:
 
     name: str
     description: str = ""
-    perception: Diversity = field(default_factory=Diversity)
-    importance: WindowImportance = field(default_factory=WindowImportance)
-    budget: CosineBudget = field(default_factory=CosineBudget)
+    perception: perception.Methods = field(default_factory=perception.Diversity)
+    importance: importance.Methods = field(default_factory=importance.SnapKV)
+    budget: budget.Methods = field(default_factory=budget.Cosine)
     protect: Protect = field(default_factory=Protect)
     store: Literal["int8", "float16", "float32"] = "int8"
     int8: Int8 = field(default_factory=Int8)
@@ -78,6 +77,12 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.name.replace("-", "").replace("_", "").isalnum():
             raise ValueError(f"a recipe's name is letters, digits, '-' and '_', got {self.name!r}")
+
+    @property
+    def needs_kinds(self) -> bool:
+        """Whether a stage must tell text from visual tokens also in compaction."""
+        stages = (getattr(self, f.name) for f in dataclasses.fields(self))
+        return any(isinstance(stage, Stage) and stage.needs_kinds for stage in stages)
 
     def settings(self) -> dict[str, Any]:
         """Plain data for the manifest; `parse(Recipe, ...)` reads it back."""

@@ -11,7 +11,8 @@ from torch import Tensor
 from engines import bundle
 from engines.errors import UserError
 from engines.ort import OrtSession
-from export.graphs import NEW, PADDING, TEXT, Graph
+from export.graphs import NEW, Graph
+from export.stages.tokens import PADDING, TEXT, VISUAL
 
 SEEDS = 3  # one token alone can miss a weight that feeds a gate it leaves shut
 TOLERANCE = 2e-3  # float32 sums in another order, a few layers deep, relative to the largest value
@@ -23,9 +24,9 @@ def random_inputs(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
     feeds = {}
     for spec in graph.inputs.values():
         name = spec.name.split(".")[0]
-        if name == "kinds":
-            value = np.full(spec.shape, TEXT)
-            value[:, : spec.shape[1] // 8] = PADDING
+        if name.endswith("kinds"):
+            value = rng.choice([TEXT, VISUAL], spec.shape)
+            value[..., : spec.shape[-1] // 8 if name == "kinds" else 0] = PADDING
         elif name in ("positions", "store_positions", "window_positions"):
             value = np.broadcast_to(np.arange(spec.shape[-1]), spec.shape).copy()
         elif name == "position":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engines.bundle import Bucket
+from runtime.prompt import TEXT
 
 REPLACES = "new_"  # an ONNX graph cannot return a tensor under an input's name: `new_X` replaces X
 
@@ -53,6 +54,8 @@ class State:
             arrays["window_mass"][..., slot] = outputs["new_mass"][..., 0]
         arrays["window_bias"][:, slot] = 0
         arrays["window_positions"][:, slot] = position
+        if "window_kinds" in arrays:
+            arrays["window_kinds"][:, slot] = TEXT
         self.count += 1
 
     def compacted(self, outputs: dict[str, np.ndarray]) -> None:

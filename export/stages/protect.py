@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from export.stages.stage import Stage
+from export.stages.tokens import Tokens
 
 PROTECTED = 1e30  # above any score, finite so that no arithmetic on it can give NaN
 EMPTY = -1e30  # below any score: padding is never kept while a real token is dropped
@@ -35,19 +36,19 @@ class Protect(Stage):
         if not 0 <= self.recent_depth <= 1:
             raise ValueError(f"recent_depth must be in [0, 1], got {self.recent_depth}")
 
-    def forward(self, score: Tensor, positions: Tensor, bias: Tensor, depth: float) -> Tensor:
+    def forward(self, score: Tensor, tokens: Tokens, depth: float) -> Tensor:
         """Final priorities for the selection.
 
         Args:
             score: [batch, kv_heads, tokens], float32.
-            positions: original positions, [batch, kv_heads, tokens], int32.
-            bias: 0 or log(n) where a token is, -inf where none is, [batch, kv_heads, tokens], float32.
+            tokens: the tokens to choose from.
             depth: of the layer, from 0 (the first) to below 1.
 
         Returns:
             [batch, kv_heads, tokens], float32, finite.
         """
         recent = self.recent if depth < self.recent_depth else 0
+        positions = tokens.positions
         newest = positions.amax(dim=-1, keepdim=True)
         score = torch.where((positions < self.sinks) | (positions > newest - recent), PROTECTED, score)
-        return torch.where(bias < -1e4, EMPTY, score)
+        return torch.where(tokens.real, score, EMPTY)

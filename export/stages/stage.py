@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import nn
 
 
 class Stage(nn.Module):
     """Base of the stages. A subclass is decorated with `@dataclass(eq=False)`; its fields are its knobs.
 
+    Where a recipe may choose between several stages, each has a field `method: Literal["its-name"]`.
     `nn.Module` must be initialised before a dataclass sets its fields, hence `__new__`.
+
+    Attributes:
+        needs_kinds: whether it must tell text from visual tokens also in compaction.
     """
+
+    needs_kinds: ClassVar[bool] = False
 
     def __new__(cls, *_args, **_kwargs):
         self = super().__new__(cls)

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from export.attention import LOWEST, attention_by, full_attention, observed_mass
+from export.attention import LOWEST, attention_by, full_attention
 from export.checkpoint import Checkpoint
+from export.stages.importance import SnapKV
+from export.stages.importance.importance import Observation
 from tests.export import tiny
 
 settings.register_profile("attention", max_examples=25, deadline=None)
@@ -56,7 +58,10 @@ def test_observed_mass_is_the_softmax_summed(window: int, **shape: int) -> None:
     batch, heads, tokens, _ = query.shape
     kv_heads, window = key.shape[1], min(window, tokens)
     real = bias[:, -1] == 0  # the last query sees every real token
-    got = observed_mass(query[:, :, -window:], key, bias[:, -window:], real[:, -window:].float(), 0.1)
+    last = slice(tokens - window, tokens)
+    visible = (bias[:, last] == 0) & real[:, last, None]
+    observation = Observation(query[:, :, last], key, bias[:, last], visible, real.int(), 0.1)
+    got = SnapKV(window=window).observe(observation)
     want = np.zeros((batch, kv_heads, tokens))
     for b in range(batch):
         observers = [t for t in range(tokens - window, tokens) if real[b, t]]

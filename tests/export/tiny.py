@@ -19,8 +19,9 @@ from demo_vlm.vocabulary import TOKEN_IDS
 from engines.config import parse
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
-from export.graphs import NEW, PADDING, TEXT, VISUAL, Compact, Decode, Decoder, Prefill, State
+from export.graphs import NEW, Compact, Decode, Decoder, Prefill, State
 from export.recipe import Recipe
+from export.stages.tokens import PADDING, TEXT, VISUAL
 
 IMAGE_SIZE, PATCH = 64, 16
 IMAGE_TOKENS = (IMAGE_SIZE // PATCH) ** 2
@@ -218,6 +219,8 @@ class Driver:
             t["window_mass"][..., slot] = out["new_mass"][..., 0]
         t["window_bias"][:, slot] = 0
         t["window_positions"][:, slot] = position[:, 0]
+        if "window_kinds" in t:
+            t["window_kinds"][:, slot] = TEXT
         self.count += 1
         return out["logits"]
 

@@ -1,0 +1,100 @@
+"""The interface of importance: what a cached token is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from export.attention import attention_logits
+from export.stages.stage import Stage
+from export.stages.tokens import Tokens
+
+
+@dataclass
+class Observation:
+    """What the last `queries` tokens of a prompt look at in one layer.
+
+    Attributes:
+        query: after RoPE, [batch, heads, queries, head_dim].
+        key: after RoPE, centred, [batch, kv_heads, tokens, head_dim]; the queries are the last of these tokens.
+        bias: added to the logits, finite, [batch, queries, tokens].
+        visible: which query may look at which token, both real and causal, bool [batch, queries, tokens].
+        kinds: of the tokens, [batch, tokens], int32.
+        scale: softmax scale.
+    """
+
+    query: Tensor
+    key: Tensor
+    bias: Tensor
+    visible: Tensor
+    kinds: Tensor
+    scale: float
+
+    @cached_property
+    def attention(self) -> Tensor:
+        """Softmax weights, 0 in the rows of padding queries, [batch, kv_heads, group, queries, tokens], float32."""
+        logits = attention_logits(self.query, self.key, self.scale).float() + self.bias[:, None, None]
+        real = self.visible.any(dim=-1)[:, None, None, :, None]
+        return logits.softmax(dim=-1) * real
+
+    def averaged(self, received: Tensor) -> Tensor:
+        """Sum over the queries, as if every query could see every token.
+
+        A token among the observing queries is seen by the later ones only; its sum is scaled up to all of them, or the
+        end of the question would always look unimportant.
+
+        Args:
+            received: per query, [batch, kv_heads, queries, tokens].
+
+        Returns:
+            [batch, kv_heads, tokens].
+        """
+        observers = self.visible.sum(dim=1)  # of each token, [batch, tokens]
+        queries = self.visible.any(dim=-1).sum(dim=1, keepdim=True)
+        return received.sum(dim=2) * (queries / observers.clamp(min=1))[:, None]
+
+
+class Importance(Stage):
+    """Base of the importance measures. A subclass implements `forward`, and what it counts of the attention.
+
+    The counting ("mass") begins in prefill with `observe`, goes on with `update` at every decoded token, and travels
+    with the token; `forward` turns it into a score when the store is filled or compacted.
+    """
+
+    def observers(self, length: int) -> int:
+        """How many of the last queries of a prompt of `length` tokens `observe` wants to see; 0: none, mass stays 0."""
+        return 0
+
+    def observe(self, seen: Observation) -> Tensor:
+        """What every token of the prompt received, [batch, kv_heads, tokens], float32; 0 where there is no token."""
+        raise NotImplementedError
+
+    def update(self, mass: Tensor, received: Tensor, row: tuple[Tensor, ...]) -> Tensor:
+        """Count one decoded token's attention.
+
+        Args:
+            mass: of some tokens, [batch, kv_heads, tokens].
+            received: attention that these tokens received, mean over the query heads of a KV head, same shape.
+            row: `received` of all tokens, in parts; it sums to one over all of them.
+
+        Returns:
+            The new mass.
+        """
+        return mass + received
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        """Scores, [batch, kv_heads, tokens], float32, finite; higher is kept. Empty slots may get anything."""
+        raise NotImplementedError
+
+
+def group_mean(attention: Tensor) -> Tensor:
+    """Mean over the query heads of a KV head: [batch, kv_heads, group, queries, tokens] -> without `group`."""
+    return attention.mean(dim=2)
+
+
+def pool(score: Tensor, width: int) -> Tensor:
+    """Average over `width` (odd) neighbours along the sequence, zeros beyond its ends, [batch, kv_heads, tokens]."""
+    return score if width == 1 else torch.nn.functional.avg_pool1d(score, width, stride=1, padding=width // 2)

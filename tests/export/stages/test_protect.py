@@ -1,0 +1,63 @@
+"""What is never dropped, and what a selection keeps beside it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from export.compress import Compress
+from export.stages.protect import Protect
+from export.stages.tokens import Tokens
+from tests.export import tiny
+from tests.export.stages.strategies import cached, tokens_of
+
+
+def select(recipe_tables: dict, capacity: int, tokens: Tokens, depth: float = 0.0) -> torch.Tensor:
+    """Indices that Compress keeps, [batch, kv_heads, capacity]."""
+    return Compress(tiny.recipe(**recipe_tables), capacity, depth, None).select(tokens)[1]
+
+
+@given(tokens=cached(), capacity=st.integers(1, 32), sinks=st.integers(0, 3), recent=st.integers(0, 4))
+def test_select_keeps_protected_then_best_and_no_padding(
+    tokens: Tokens, capacity: int, sinks: int, recent: int
+) -> None:
+    tables = {"protect": {"sinks": sinks, "recent": recent}, "importance": {"pool": 1}}
+    kept, index = Compress(tiny.recipe(**tables), capacity, 0.0, None).select(tokens)
+    padded = tokens.padded(capacity)
+    for b in range(index.shape[0]):
+        for h in range(index.shape[1]):
+            chosen = index[b, h].tolist()
+            assert chosen == sorted(set(chosen))
+            assert len(chosen) == capacity
+            positions, real = padded.positions[b, h].tolist(), (padded.bias[b, h] > -math.inf).tolist()
+            newest = max(positions)
+
+            def rank(i: int, positions=positions, real=real, newest=newest, b=b, h=h) -> tuple[float, ...]:
+                protected = real[i] and (positions[i] < sinks or positions[i] > newest - recent)
+                return (-real[i], -protected, 0.0 if protected or not real[i] else -float(padded.mass[b, h, i]), i)
+
+            assert chosen == sorted(sorted(range(len(real)), key=rank)[:capacity])
+            for name in ("key", "value", "positions", "kinds", "bias", "mass"):
+                assert torch.equal(getattr(kept, name)[b, h], getattr(padded, name)[b, h, chosen]), name
+
+
+def test_recent_holds_in_shallow_layers_only() -> None:
+    tokens = tokens_of(torch.zeros(1, 1, 10, 4), torch.ones(1, 1, 10, 4), torch.arange(10.0).flip(0)[None, None])
+    tables = {"protect": {"sinks": 1, "recent": 2, "recent_depth": 0.5}, "importance": {"pool": 1}}
+    assert select(tables, 4, tokens, depth=0.49).tolist() == [[[0, 1, 8, 9]]]
+    assert select(tables, 4, tokens, depth=0.5).tolist() == [[[0, 1, 2, 3]]]
+
+
+@given(tokens=cached())
+def test_protect_is_finite(tokens: Tokens) -> None:
+    assert Protect()(tokens.mass, tokens, 0.0).isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", [{"sinks": -1}, {"recent": -1}, {"recent_depth": 1.5}])
+def test_protect_refuses(wrong: dict) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Protect(**wrong)
