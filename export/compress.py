@@ -26,14 +26,15 @@ class KeyStatistics:
 
 
 class Compress(nn.Module):
-    """Score, protect, select and quantize the tokens of one layer: what a recipe's stages do, in their order."""
+    """Score, protect, select, merge and quantize the tokens of one layer: what a recipe's stages do, in their order."""
 
     key_scale: Tensor
 
     def __init__(self, recipe: Recipe, capacity: int, depth: float, statistics: KeyStatistics | None):
         super().__init__()
         self.recipe, self.capacity, self.depth = recipe, capacity, depth
-        self.importance, self.protect, self.int8 = recipe.importance, recipe.protect, recipe.int8
+        self.importance, self.modality, self.protect = recipe.importance, recipe.modality, recipe.protect
+        self.merge, self.int8 = recipe.merge, recipe.int8
         if recipe.store == "int8":
             assert statistics is not None
             self.register_buffer("key_scale", self.int8.key_scale(statistics.absmax))
@@ -43,12 +44,14 @@ class Compress(nn.Module):
         tokens = tokens.padded(self.capacity)
         if tokens.key.shape[2] == self.capacity:  # nothing to choose
             return tokens, torch.arange(self.capacity).expand(tokens.mass.shape)
-        score = self.protect(self.importance(tokens), tokens, self.depth)
+        score = self.modality(self.importance(tokens, self.depth), tokens, self.capacity)
+        score = self.protect(score, tokens, self.depth)
         key, value, positions, bias, index = torch.ops.unicache.topk_gather(
             score, tokens.key, tokens.value, tokens.positions, tokens.bias, self.capacity
         )
         kinds, mass = tokens.kinds.gather(2, index), tokens.mass.gather(2, index)
-        return Tokens(key, value, positions, kinds, bias, mass, tokens.center), index
+        kept = Tokens(key, value, positions, kinds, bias, mass, tokens.center)
+        return self.merge(tokens, kept, index), index
 
     def forward(self, tokens: Tokens) -> dict[str, Tensor]:
         """Returns the layer's store tensors by their state names, without the layer's number."""

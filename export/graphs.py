@@ -18,6 +18,7 @@ from export.attention import LOWEST, attention_by, full_attention, store_window_
 from export.compress import Compress, KeyStatistics
 from export.recipe import Recipe
 from export.stages.importance.importance import Observation
+from export.stages.perception.perception import Guided
 from export.stages.tokens import PADDING, TEXT, Tokens
 
 NOT_DECODED = ("store_positions", "window_positions", "store_kinds", "window_kinds")  # decode does not read them
@@ -54,7 +55,7 @@ class State:
         """
         budget, layers = self.recipe.budget, self.decoder.num_layers
         if budget.kv_bytes is None:
-            return budget.capacities(budget.keep * self.length, layers)
+            return budget.capacities(budget.keep * self.length, layers, self.length)
         fp16_token = 2 * layers * self.decoder.num_kv_heads * self.decoder.head_dim * 2 * self.batch
         window = sum(spec.nbytes for spec in self._specs([0] * layers).values())
         slot = sum(spec.nbytes for spec in self._specs([1] * layers).values()) - window  # one in every layer
@@ -64,7 +65,7 @@ class State:
                 f"recipe {self.recipe.name}: kv_bytes = {budget.kv_bytes} leaves {slots:.1f} slots a layer beside the "
                 f"window of {self.window} in a bucket of {self.length} tokens: raise kv_bytes or shorten the window"
             )
-        return budget.capacities(slots, layers)
+        return budget.capacities(slots, layers, self.length)
 
     @property
     def window(self) -> int:
@@ -134,19 +135,29 @@ class Graph(nn.Module):
 
 
 class Vision(Graph):
-    """One image's pixels -> its kept visual tokens and their places among the image's tokens."""
+    """One image's pixels -> its kept visual tokens and their places among the image's tokens.
+
+    Takes the question too, `question` [1, Q, hidden_size] and `asked` [1, Q], if tokens are chosen by it.
+    """
 
     kind = "vision"
 
     def __init__(self, encoder: nn.Module, recipe: Recipe, height: int, width: int):
         super().__init__()
         self.encoder, self.perception = encoder, recipe.perception
-        self._takes(TensorSpec("pixel_values", "float32", [1, 3, height, width]))
+        specs = [TensorSpec("pixel_values", "float32", [1, 3, height, width])]
+        if isinstance(self.perception, Guided):
+            with torch.no_grad():
+                _, tokens, size = encoder(torch.zeros(specs[0].shape)).shape
+            if self.perception.count(tokens) < tokens:
+                asked = [1, self.perception.question_tokens]
+                specs += [TensorSpec("question", "float32", [*asked, size]), TensorSpec("asked", "float32", asked)]
+        self._takes(*specs)
         self.outputs = ["visual_tokens", "kept"]
 
-    def compute(self, pixel_values: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+    def compute(self, pixel_values: Tensor, **question: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         features = self.encoder(pixel_values)  # [1, N, d]
-        kept = self.perception(features)  # [1, K]
+        kept = self.perception(features, **question)  # [1, K]
         if kept.shape[1] < features.shape[1]:
             features = features.gather(1, kept[..., None].expand(-1, -1, features.shape[2]))
         return {"visual_tokens": features, "kept": kept.int()}
@@ -233,7 +244,13 @@ class Prefill(_Decoding):
             if observers:
                 last = slice(length - observers, length)
                 seen = visible[:, last] & real[:, last, None]
-                mass = importance.observe(Observation(query[:, :, last], key, bias[:, last], seen, kinds, scale))
+                mass = importance.observe(
+                    Observation(
+                        query[:, :, last], key, bias[:, last], seen, kinds, scale,
+                        center=self.center_of(layer), positions=places,
+                        rotary=lambda at: self.language_model.get_submodule("rotary_emb")(embeddings, at),
+                    )
+                )  # fmt: skip
             mine, its, holes = (x[:, None].expand(-1, key.shape[1], -1) for x in (places, kinds, empty))
             cached[layer] = Tokens(key, value, mine, its, holes, mass, self.center_of(layer))
             return full_attention(query, key, value, bias, scale)
@@ -362,5 +379,6 @@ class Compact(_Stateful):
         result["window_bias"] = pad(state["window_bias"][:, old:], (0, old), value=-torch.inf)
         result["window_positions"] = pad(state["window_positions"][:, old:], (0, old), value=-1)
         if kinds:
-            result["window_kinds"] = pad(state["window_kinds"][:, old:], (0, old), value=PADDING)
+            moved = state["window_kinds"].int()[:, old:]  # TensorRT takes an int8 constant for a quantized number
+            result["window_kinds"] = pad(moved, (0, old), value=PADDING).to(torch.int8)
         return {NEW + name: tensor for name, tensor in result.items()}

@@ -43,6 +43,7 @@ def plan_levels(
 ) -> tuple[dict[str, bundle.Level], Makers]:
     """Every level's description, and the graphs that they name."""
     makers: Makers = {}
+    visions: dict[str, str] = {}  # how visual tokens are chosen -> the graph that does it
 
     def add(name: str, maker: Callable[[], Graph]) -> str:
         makers.setdefault(name, maker)
@@ -51,7 +52,10 @@ def plan_levels(
     levels = {}
     for name, recipe in recipes.items():
         tokens = recipe.perception.count(checkpoint.image_tokens)
-        vision = add(f"vision_{tokens}", partial(Vision, checkpoint.encoder, recipe, *checkpoint.pixel_size))
+        # Levels that choose the same tokens, or keep them all, share a graph, named after the first of them.
+        choice = str(recipe.settings()["perception"]) if tokens < checkpoint.image_tokens else "all"
+        vision = visions.setdefault(choice, f"{name}.vision_{tokens}")
+        add(vision, partial(Vision, checkpoint.encoder, recipe, *checkpoint.pixel_size))
         known = statistics if recipe.store == "int8" else None
         sized = []
         for length in buckets[name]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from engines.config import parse
 from engines.errors import UserError
-from export.stages import budget, importance, perception
+from export.stages import budget, importance, merge, modality, perception
 from export.stages.int8 import Int8
 from export.stages.protect import Protect
 from export.stages.stage import Stage
@@ -60,7 +60,9 @@ class Recipe:
         perception: visual tokens that enter the language model.
         importance: score of a cached token.
         budget: slots per layer.
+        modality: how a layer's slots are shared out between text and visual tokens.
         protect: tokens never dropped.
+        merge: what becomes of the tokens that are not kept.
         store: dtype of the store's rows; "int8" quantizes by the `int8` table.
     """
 
@@ -69,7 +71,9 @@ class Recipe:
     perception: perception.Methods = field(default_factory=perception.Diversity)
     importance: importance.Methods = field(default_factory=importance.SnapKV)
     budget: budget.Methods = field(default_factory=budget.Cosine)
+    modality: modality.Methods = field(default_factory=modality.Joint)
     protect: Protect = field(default_factory=Protect)
+    merge: merge.Methods = field(default_factory=merge.Evict)
     store: Literal["int8", "float16", "float32"] = "int8"
     int8: Int8 = field(default_factory=Int8)
     window: Window = field(default_factory=Window)

@@ -33,6 +33,8 @@ def random_inputs(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
             value = np.full(spec.shape, 64)
         elif name.endswith("bias"):
             value = np.where(np.arange(spec.shape[-1]) < spec.shape[-1] * 7 // 8, 0, -np.inf) + np.zeros(spec.shape)
+        elif name == "asked":
+            value = np.broadcast_to(np.arange(spec.shape[-1]) >= rng.integers(spec.shape[-1]), spec.shape)
         elif spec.dtype == "int8":
             value = rng.integers(-127, 128, spec.shape)
         elif name.endswith(("scale", "mass")):
@@ -62,12 +64,25 @@ def largest_error(graph: Graph, exported: bundle.Graph, folder: Path) -> float:
     return worst
 
 
+def _kept_by_both(
+    expected: dict[str, Tensor], actual: dict[str, np.ndarray], file: str
+) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
+    """A vision graph's outputs at the tokens that both keep, [1, common, ...]."""
+    _, wanted, got = np.intersect1d(expected["kept"].numpy(), actual["kept"], return_indices=True)
+    if (share := len(wanted) / expected["kept"].shape[1]) < 0.99:
+        raise UserError(f"{file}: kept agrees with PyTorch in {share:.1%} of the tokens only")
+    return {name: t[:, wanted] for name, t in expected.items()}, {name: t[:, got] for name, t in actual.items()}
+
+
 def _largest_difference(expected: dict[str, Tensor], actual: dict[str, np.ndarray], file: str) -> float:
     worst = 0.0
     for name, want in expected.items():
+        if want.shape != actual[name].shape:
+            raise UserError(f"{file}: output {name} has shape {actual[name].shape}, PyTorch gives {tuple(want.shape)}")
+    if "kept" in expected:
+        expected, actual = _kept_by_both(expected, actual, file)
+    for name, want in expected.items():
         wanted, got = want.numpy().astype(np.float64), actual[name].astype(np.float64)
-        if wanted.shape != got.shape:
-            raise UserError(f"{file}: output {name} has shape {got.shape}, PyTorch gives {wanted.shape}")
         same = np.ones(wanted.shape, bool)
         kind, _, layer = name.partition(".")
         places = f"{NEW if kind.startswith(NEW) else ''}store_positions.{layer}"

@@ -23,7 +23,7 @@ from engines.ort import OrtSession
 from engines.preprocessor import ImagePreprocessor
 from runtime import backends
 from runtime.preprocess import preprocess
-from runtime.prompt import TEXT, PromptReader, Rows, choose_bucket, lay_out, left_pad
+from runtime.prompt import TEXT, PromptReader, Rows, choose_bucket, lay_out, left_pad, question_inputs
 from runtime.state import State
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class VLM:
         for pixels in request.pixels:
             vision = self._session(self._level.vision, stats)
             with stats.time("vision"):
-                out = vision.run({"pixel_values": pixels})
+                out = vision.run({"pixel_values": pixels} | self._question(request, vision))
             visual.append(out["visual_tokens"][0])
             kept.append(out["kept"][0])
         rows = lay_out(request.ids, kept, self.model.image_token_id, self.model.image_tokens)
@@ -262,6 +262,14 @@ class VLM:
             embeddings[~text] = np.concatenate(visual)
         stats.images, stats.visual_tokens = len(visual), int(np.count_nonzero(~text))
         return rows, embeddings
+
+    def _question(self, request: Request, vision: OrtSession) -> dict[str, np.ndarray]:
+        """The text after the last image, for a vision graph that chooses by it; no text if it is to come later."""
+        if "question" not in vision.inputs:
+            return {}
+        last = len(request.ids) - request.ids[::-1].index(self.model.image_token_id)
+        ids = [] if request.question_later else request.ids[last:]
+        return question_inputs(ids, self._table, vision.inputs["question"][1][1])
 
     def _prefill(self, embeddings: np.ndarray, rows: Rows, bucket: Bucket, stats: Stats) -> tuple[State, np.ndarray]:
         """Run the prompt at once -> the compressed state and the last token's logits [1, V]."""

@@ -102,6 +102,20 @@ def left_pad(embeddings: np.ndarray, rows: Rows, length: int) -> dict[str, np.nd
     }
 
 
+def question_inputs(ids: Sequence[int], table: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    """What a vision graph takes that chooses by the question: `question` [1, Q, d] and `asked` [1, Q].
+
+    Args:
+        ids: token ids of the question, of which the last Q count; none if it is not known yet.
+        table: embedding table, [vocab_size, d].
+        length: Q; a shorter question is padded on the left, where `asked` is 0.
+    """
+    rows = table[np.asarray(ids[-length:], np.int64)].astype(np.float32)
+    padding = length - len(rows)
+    asked = np.pad(np.ones(len(rows), np.float32), (padding, 0))
+    return {"question": np.pad(rows, [(padding, 0), (0, 0)])[None], "asked": asked[None]}
+
+
 class PromptReader:
     """Chat template and tokenizer of a bundle."""
 

@@ -1,4 +1,4 @@
-"""The compression stages, one a file: perception -> importance -> budget -> protect -> quantize.
+"""The compression stages, one a file: perception -> importance -> budget -> modality -> protect -> merge -> quantize.
 
 The order is part of the method: quantization comes last, so that scores do not see its noise.
 """

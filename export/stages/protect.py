@@ -1,4 +1,4 @@
-"""Tokens that are never dropped: sinks and the last ones (StreamingLLM, arXiv 2309.17453); slots that hold none."""
+"""Tokens that are never dropped: sinks and the last ones (StreamingLLM, arXiv 2309.17453), those at an image's edge."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import max_pool1d
 
 from export.stages.stage import Stage
-from export.stages.tokens import Tokens
+from export.stages.tokens import VISUAL, Tokens
 
 PROTECTED = 1e30  # above any score, finite so that no arithmetic on it can give NaN
 EMPTY = -1e30  # below any score: padding is never kept while a real token is dropped
@@ -24,17 +25,25 @@ class Protect(Stage):
             not end (easy-VQA falls from 98 to 65 % on the demo model).
         recent_depth: share of the layers, from the shallowest, in which `recent` holds. Deep layers look at the image
             more than at the question.
+        separators: tokens on either side of a change between text and image, where words refer to what they stand
+            beside. Where tokens in between were dropped, those that are left count.
     """
 
     sinks: int = 4
     recent: int = 4
     recent_depth: float = 1.0
+    separators: int = 0
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.recent < 0:
-            raise ValueError(f"sinks and recent must be at least 0, got {self.sinks} and {self.recent}")
+        for name in ("sinks", "recent", "separators"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if not 0 <= self.recent_depth <= 1:
             raise ValueError(f"recent_depth must be in [0, 1], got {self.recent_depth}")
+
+    @property
+    def needs_kinds(self) -> bool:  # type: ignore[override]
+        return self.separators > 0
 
     def forward(self, score: Tensor, tokens: Tokens, depth: float) -> Tensor:
         """Final priorities for the selection.
@@ -50,5 +59,16 @@ class Protect(Stage):
         recent = self.recent if depth < self.recent_depth else 0
         positions = tokens.positions
         newest = positions.amax(dim=-1, keepdim=True)
-        score = torch.where((positions < self.sinks) | (positions > newest - recent), PROTECTED, score)
-        return torch.where(tokens.real, score, EMPTY)
+        protected = (positions < self.sinks) | (positions > newest - recent)
+        if self.separators:
+            protected = protected | self._beside_the_other(tokens)
+        return torch.where(tokens.real, torch.where(protected, PROTECTED, score), EMPTY)
+
+    def _beside_the_other(self, tokens: Tokens) -> Tensor:
+        """Text within `separators` slots of visual tokens and the reverse, bool [batch, kv_heads, tokens]."""
+        visual = tokens.kinds == VISUAL
+        near_visual, near_text = (
+            max_pool1d(kind.float(), 2 * self.separators + 1, stride=1, padding=self.separators) > 0
+            for kind in (tokens.real & visual, tokens.real & ~visual)
+        )
+        return (visual & near_text) | (~visual & near_visual)  # ONNX Runtime has no Where of booleans

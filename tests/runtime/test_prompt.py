@@ -16,7 +16,7 @@ from PIL import Image
 
 from engines.bundle import Bucket, Embedding, Level, Model
 from engines.errors import UserError
-from runtime.prompt import PromptReader, Rows, choose_bucket, lay_out, left_pad
+from runtime.prompt import PromptReader, Rows, choose_bucket, lay_out, left_pad, question_inputs
 from tests.runtime import toy
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-vlm"
@@ -220,6 +220,18 @@ def test_left_pad() -> None:
     assert inputs["positions"].tolist() == [[0, 0, 0, 3, 9]]
     assert inputs["kinds"].tolist() == [[0, 0, 1, 2, 1]]
     assert [array.dtype for array in inputs.values()] == [np.float32, np.int32, np.int32]
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "asked"),
+    [([], [0, 0, 0], [0, 0, 0]), ([2], [0, 0, 2], [0, 0, 1]), ([1, 2, 3, 1], [2, 3, 1], [1, 1, 1])],
+)
+def test_question_is_the_last_tokens_padded_on_the_left(ids: list[int], rows: list[int], asked: list[int]) -> None:
+    table = np.arange(4, dtype=np.float16)[:, None] * np.ones(2, np.float16)
+    inputs = question_inputs(ids, table, 3)
+    assert inputs["question"].tolist() == [[[row, row] for row in rows]]
+    assert inputs["asked"].tolist() == [asked]
+    assert [array.dtype for array in inputs.values()] == [np.float32, np.float32]
 
 
 def test_bucket_choice_does_not_trust_the_order() -> None:

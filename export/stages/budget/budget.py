@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from engines.errors import UserError
 from export.stages.stage import Stage
 
 
 @dataclass(eq=False)
 class Budget(Stage):
-    """Base of the layer budgets. A subclass implements `shares`.
+    """Base of the layer budgets. A subclass implements `profile`.
 
     Attributes:
         keep: mean share of the bucket's tokens kept. Above 1 the store has room for tokens still to come.
@@ -30,12 +32,44 @@ class Budget(Stage):
         if self.least < 1:
             raise ValueError(f"least must be at least 1, got {self.least}")
 
-    def capacities(self, mean_slots: float, layers: int) -> list[int]:
-        """Slots per KV head of each layer's store, `mean_slots` on average."""
-        shares = self.shares(layers)
-        scale = mean_slots * layers / sum(shares)
-        return [max(self.least, round(scale * share)) for share in shares]
+    def capacities(self, mean_slots: float, layers: int, most: int | None = None) -> list[int]:
+        """Slots per KV head of each layer's store, `mean_slots` on average.
 
-    def shares(self, layers: int) -> list[float]:
+        Args:
+            most: tokens that a layer could ever hold. Slots beyond it would stay empty: they go to the other layers,
+                in proportion to their shares. Not applied where `keep` is above 1 and asks for empty slots.
+        """
+        total = mean_slots * layers
+        if most is None or (self.kv_bytes is None and self.keep > 1):
+            most = math.ceil(total)
+        return [max(self.least, round(slots)) for slots in _fill(self.profile(layers), total, most)]
+
+    def profile(self, layers: int) -> list[float]:
         """What each layer keeps relative to the others, each above 0."""
         raise NotImplementedError
+
+
+def _fill(shares: list[float], total: float, most: float) -> list[float]:
+    """`total` split in proportion to `shares`, none above `most`; all of them `most` if that is less than `total`."""
+    full: set[int] = set()
+    while len(full) < len(shares):
+        rest = sum(share for layer, share in enumerate(shares) if layer not in full)
+        scale = (total - most * len(full)) / rest
+        over = {layer for layer, share in enumerate(shares) if scale * share > most} - full
+        if not over:
+            return [most if layer in full else scale * share for layer, share in enumerate(shares)]
+        full |= over
+    return [most] * len(shares)
+
+
+def check_per_layer(name: str, values: list[float], layers: int) -> list[float]:
+    """The values, one a layer and each above 0.
+
+    Raises:
+        UserError: they are not.
+    """
+    if len(values) != layers:
+        raise UserError(f"budget.{name} has {len(values)} values, the model {layers} layers: calibrate for this model")
+    if not all(0 < value < math.inf for value in values):
+        raise UserError(f"budget.{name} must be above 0 and finite in every layer, got {values}")
+    return values

@@ -30,7 +30,7 @@ class Cosine(Budget):
         if not (0 <= self.shallow_rate < 1 and 0 <= self.deep_rate < 1):
             raise ValueError("shallow_rate and deep_rate must be in [0, 1)")
 
-    def shares(self, layers: int) -> list[float]:
+    def profile(self, layers: int) -> list[float]:
         return [1 - self._rate(layer, layers) for layer in range(layers)]
 
     def _rate(self, layer: int, layers: int) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -24,6 +25,9 @@ class Observation:
         visible: which query may look at which token, both real and causal, bool [batch, queries, tokens].
         kinds: of the tokens, [batch, tokens], int32.
         scale: softmax scale.
+        center: what was subtracted from the keys, [kv_heads, 1, head_dim]; None if nothing was.
+        positions: original positions of the tokens, [batch, tokens], int32; -1 where empty.
+        rotary: the model's RoPE: positions [batch, n] -> cos and sin, [batch, n, head_dim].
     """
 
     query: Tensor
@@ -32,6 +36,9 @@ class Observation:
     visible: Tensor
     kinds: Tensor
     scale: float
+    center: Tensor | None = None
+    positions: Tensor | None = None
+    rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     @cached_property
     def attention(self) -> Tensor:
@@ -39,6 +46,11 @@ class Observation:
         logits = attention_logits(self.query, self.key, self.scale).float() + self.bias[:, None, None]
         real = self.visible.any(dim=-1)[:, None, None, :, None]
         return logits.softmax(dim=-1) * real
+
+    def only(self, chosen: Tensor) -> Observation:
+        """The same by some of the queries, bool [batch, queries]; by all of them in a row that has none of these."""
+        chosen = chosen | ~chosen.any(dim=1, keepdim=True)
+        return replace(self, visible=self.visible & chosen[..., None])
 
     def averaged(self, received: Tensor) -> Tensor:
         """Sum over the queries, as if every query could see every token.
@@ -85,9 +97,47 @@ class Importance(Stage):
         """
         return mass + received
 
-    def forward(self, tokens: Tokens) -> Tensor:
-        """Scores, [batch, kv_heads, tokens], float32, finite; higher is kept. Empty slots may get anything."""
+    def forward(self, tokens: Tokens, depth: float) -> Tensor:
+        """Scores, [batch, kv_heads, tokens], float32, finite; higher is kept. Empty slots may get anything.
+
+        Args:
+            tokens: the tokens to choose from.
+            depth: of the layer, from 0 (the first) to below 1.
+        """
         raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Windowed(Importance):
+    """Base of the measures by an observation window: the last queries of a prompt tell what the answer will look at.
+
+    Attributes:
+        window: queries in the observation window; the last real tokens, since prompts are left-padded.
+        pool: width of the average pooling that keeps neighbours together, odd. The answer's later characters sit
+            beside the one being looked at: without it, accuracy on dense pages falls from 98.8 to 86 % at half the KV.
+        value_norm: whether the attention is multiplied by the norm of what it would fetch.
+    """
+
+    window: int = 8
+    pool: int = 5
+    value_norm: bool = True
+
+    def __post_init__(self) -> None:
+        at_least_one("window", self.window)
+        if self.pool < 1 or self.pool % 2 == 0:
+            raise ValueError(f"pool must be odd, got {self.pool}")
+
+    def observers(self, length: int) -> int:
+        return min(self.window, length)
+
+    def smoothed(self, tokens: Tokens) -> Tensor:
+        """Mass times value norm, pooled, [batch, kv_heads, tokens]."""
+        return pool(tokens.mass * tokens.value.norm(dim=-1) if self.value_norm else tokens.mass, self.pool)
+
+
+def at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def group_mean(attention: Tensor) -> Tensor:
@@ -98,3 +148,8 @@ def group_mean(attention: Tensor) -> Tensor:
 def pool(score: Tensor, width: int) -> Tensor:
     """Average over `width` (odd) neighbours along the sequence, zeros beyond its ends, [batch, kv_heads, tokens]."""
     return score if width == 1 else torch.nn.functional.avg_pool1d(score, width, stride=1, padding=width // 2)
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Rows [..., head_dim] of length one; a zero row stays zero."""
+    return rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-12)

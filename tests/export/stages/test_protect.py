@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from export.checkpoint import Checkpoint
 from export.compress import Compress
-from export.stages.protect import Protect
-from export.stages.tokens import Tokens
+from export.stages.protect import PROTECTED, Protect
+from export.stages.tokens import TEXT, VISUAL, Tokens
 from tests.export import tiny
+from tests.export.stages.exporting import check_exported
 from tests.export.stages.strategies import cached, tokens_of
 
 
@@ -57,7 +62,40 @@ def test_protect_is_finite(tokens: Tokens) -> None:
     assert Protect()(tokens.mass, tokens, 0.0).isfinite().all()
 
 
-@pytest.mark.parametrize("wrong", [{"sinks": -1}, {"recent": -1}, {"recent_depth": 1.5}])
+@given(tokens=cached(), separators=st.integers(1, 4))
+def test_separators_protects_what_stands_beside_the_other_modality(tokens: Tokens, separators: int) -> None:
+    protect = Protect(sinks=0, recent=0, separators=separators)
+    got = protect(tokens.mass, tokens, 0.0) == PROTECTED
+    for b, h, i in np.ndindex(*tokens.mass.shape):
+        real, kinds = tokens.real[b, h].tolist(), tokens.kinds[b, h].tolist()
+        around = range(max(0, i - separators), min(len(real), i + separators + 1))
+        other = any(real[j] and (kinds[j] == VISUAL) != (kinds[i] == VISUAL) for j in around)
+        assert bool(got[b, h, i]) == (real[i] and other)
+
+
+def test_separators_stay_what_they_are_when_tokens_between_are_dropped() -> None:
+    kinds = torch.tensor([TEXT] * 5 + [VISUAL] * 8 + [TEXT] * 5, dtype=torch.int32)[None, None]
+    tokens = tokens_of(torch.zeros(1, 1, 18, 4), torch.ones(1, 1, 18, 4))
+    tokens = dataclasses.replace(tokens, kinds=kinds)
+    compress = Compress(tiny.recipe(protect={"sinks": 0, "recent": 0, "separators": 2}), 9, 0.0, None)
+    once = compress.select(tokens)[0]
+    again = compress.select(once + once[:0].padded(4))[0]
+    beside = {3, 4, 5, 6, 11, 12, 13, 14}
+    for kept in (once, again):
+        assert beside <= set(kept.positions[0, 0].tolist())
+
+
+def test_only_separators_need_kinds() -> None:
+    assert not tiny.recipe().needs_kinds
+    assert tiny.recipe(protect={"separators": 1}).needs_kinds
+
+
+@pytest.mark.slow
+def test_the_exported_graphs_agree(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    check_exported(checkpoint, tmp_path, protect={"sinks": 1, "recent": 2, "separators": 2})
+
+
+@pytest.mark.parametrize("wrong", [{"sinks": -1}, {"recent": -1}, {"recent_depth": 1.5}, {"separators": -1}])
 def test_protect_refuses(wrong: dict) -> None:
     with pytest.raises(ValueError, match="must be"):
         Protect(**wrong)

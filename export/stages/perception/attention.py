@@ -1,0 +1,84 @@
+"""Visual-token pruning by the question's attention, as FastV (arXiv 2403.06764), but before the decoder."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from export.stages.perception.perception import Guided, best
+
+SPREAD = 0.5  # standard deviation of the centre's weight, in halves of the image's side
+
+
+@dataclass(eq=False)
+class Attention(Guided):
+    """Keep the tokens that the question's tokens look at most, times how salient their place is.
+
+    Attention is the softmax over the visual tokens of their cosine similarity to a question token divided by a
+    temperature, averaged over the question's tokens; without a question it is the same everywhere, and saliency
+    decides alone. Saliency is (1 + centre * gaussian) * (1 + detail * energy): the Gaussian is 1 at the image's
+    centre, and the energy is a token's mean squared difference from its neighbours in the grid, 1 for the token with
+    most of it. A number of tokens that is no square is taken for one row.
+
+    This is attention in the embedding space, without weights. The attention of the decoder's own middle layers, which
+    FastV reads, is there only when the decoder runs over all tokens: it belongs to pruning inside the decoder.
+
+    Attributes:
+        temperature: the lower it is, the fewer tokens each question token speaks for.
+        centre: weight of the centre of the image; 0 is off.
+        detail: weight of tokens that differ from their neighbours; 0 is off.
+    """
+
+    method: Literal["attention"] = "attention"
+    temperature: float = 0.1
+    centre: float = 0.5
+    detail: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature <= 0 or self.centre < 0 or self.detail < 0:
+            raise ValueError("temperature must be above 0, centre and detail at least 0")
+
+    def choose(self, features: Tensor, count: int, question: Tensor, asked: Tensor) -> Tensor:
+        features = features.float()
+        similarity = normalize(question.float(), dim=2) @ normalize(features, dim=2).mT
+        attention = (similarity / self.temperature).softmax(dim=2)  # [batch, question_tokens, tokens]
+        # The sum ranks the tokens as the mean does; where nothing was asked it is 0, and all get the same instead.
+        looked_at = (attention * asked[..., None]).sum(dim=1) + (asked.sum(dim=1, keepdim=True) == 0)
+        return best(looked_at * self.saliency(features), count)
+
+    def saliency(self, features: Tensor) -> Tensor:
+        """Weight of every token, [batch, tokens], at least 1; features [batch, tokens, hidden_size]."""
+        rows, columns = _grid(features.shape[1])
+        energy = _energy(features, rows, columns)
+        energy = energy / energy.amax(dim=1, keepdim=True).clamp(min=torch.finfo(energy.dtype).tiny)
+        return (1 + self.centre * _gaussian(rows, columns)) * (1 + self.detail * energy)
+
+
+def _grid(tokens: int) -> tuple[int, int]:
+    side = math.isqrt(tokens)
+    return (side, side) if side * side == tokens else (1, tokens)
+
+
+def _gaussian(rows: int, columns: int) -> Tensor:
+    """[tokens], by the distance from the centre of the grid."""
+    y, x = (torch.tensor([(2 * i + 1) / size - 1 for i in range(size)]) for size in (rows, columns))
+    return torch.exp(-(y[:, None] ** 2 + x**2) / (2 * SPREAD**2)).flatten()
+
+
+def _energy(features: Tensor, rows: int, columns: int) -> Tensor:
+    """Mean squared difference of features [batch, tokens, hidden_size] from up to four neighbours, [batch, tokens]."""
+    place = torch.arange(rows * columns).unflatten(0, (rows, columns))
+    energy, number = torch.zeros(1), torch.zeros(rows * columns)
+    for y, x in ((0, 1), (0, -1), (1, 0), (-1, 0)):
+        # Beyond the edge a token is its own neighbour, with a difference of 0, and does not count.
+        row, column = (torch.arange(rows) + y).clamp(0, rows - 1), (torch.arange(columns) + x).clamp(0, columns - 1)
+        near = place[row][:, column].flatten()
+        energy = energy + (features.index_select(1, near) - features).square().mean(dim=2)
+        number = number + (near != place.flatten())
+    return energy / number.clamp(min=1)

@@ -1,0 +1,152 @@
+"""Every selector in the vision graph: exported, shared between levels, and answering in a built bundle."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import runtime
+from engines.errors import UserError
+from engines.ort import OrtSession
+from export.checkpoint import Checkpoint
+from export.graphs import Vision
+from export.pipeline import plan_levels
+from export.stages.perception import Coverage
+from export.to_onnx import WeightFile, export
+from export.verify import TOLERANCE, _largest_difference, largest_error, random_inputs
+from runtime import backends
+from tests.export import tiny
+from tests.export.conftest import build, once
+
+METHODS = ["diversity", "coverage", "attention", "dart", "random", "uniform"]
+QUESTIONS = ["what color is the shape ?", "how many digits ?", "is there a circle ?"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_exported_vision_graph_passes(checkpoint: Checkpoint, tmp_path: Path, method: str) -> None:
+    recipe = tiny.recipe(perception={"method": method, "keep": 0.4})
+    module = Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size).eval()
+    with WeightFile(tmp_path) as weights:
+        graph = export(module, "vision", weights)
+    guided = method in ("coverage", "attention")
+    assert [spec.name for spec in graph.inputs] == ["pixel_values", *(["question", "asked"] if guided else [])]
+    assert largest_error(module, graph, tmp_path) < TOLERANCE
+    feeds = random_inputs(module)
+    if guided:
+        assert feeds["question"].shape == (1, 32, checkpoint.decoder.hidden_size)
+        feeds["asked"][:] = 0
+    with torch.no_grad():
+        want = module(*map(torch.from_numpy, feeds.values()))
+    got = OrtSession(tmp_path / graph.file).run(feeds)
+    np.testing.assert_array_equal(got["kept"], want[1])
+    np.testing.assert_allclose(got["visual_tokens"], want[0], atol=1e-4)
+
+
+@pytest.mark.parametrize(("other", "message"), [(1, ""), (3, "kept agrees with PyTorch in 98.5%")])
+def test_a_near_tie_is_no_error_of_the_export(other: int, message: str) -> None:
+    """Of 200 tokens a few differ: all behind them are shifted by as many places."""
+    rows = np.random.default_rng(0).standard_normal((1, 300, 4)).astype(np.float32)
+
+    def outputs(start: int) -> dict[str, np.ndarray]:
+        return {
+            "visual_tokens": rows[:, start : start + 200],
+            "kept": np.arange(start, start + 200, dtype=np.int32)[None],
+        }
+
+    expected = {name: torch.from_numpy(array) for name, array in outputs(0).items()}
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        assert _largest_difference(expected, outputs(other), "vision.onnx") == 0
+    wrong = {**outputs(other), "visual_tokens": outputs(0)["visual_tokens"]}
+    with pytest.raises(UserError):
+        _largest_difference(expected, wrong, "vision.onnx")
+
+
+def test_a_guided_level_that_keeps_everything_takes_no_question(checkpoint: Checkpoint) -> None:
+    vision = Vision(checkpoint.encoder, tiny.recipe(perception={"method": "coverage"}), *checkpoint.pixel_size)
+    assert list(vision.inputs) == ["pixel_values"]
+
+
+def test_levels_share_a_vision_graph_if_they_choose_alike(checkpoint: Checkpoint) -> None:
+    half: dict[str, Any] = {"keep": 0.5}
+    tables = {
+        "off": {},
+        "also_off": {"method": "coverage"},
+        "half": half,
+        "half_too": {"method": "diversity", "keep": 0.501},
+        "same": half,
+        "cover": {**half, "method": "coverage"},
+        "cover_more": {**half, "method": "coverage", "alpha": 1.0},
+    }
+    recipes = {name: tiny.recipe(name=name, perception=table) for name, table in tables.items()}
+    levels, makers = plan_levels(checkpoint, recipes, {name: [64] for name in recipes}, None)
+    assert [level.vision for level in levels.values()] == [
+        "off.vision_16", "off.vision_16", "half.vision_8", "half_too.vision_8", "half.vision_8", "cover.vision_8",
+        "cover_more.vision_8",
+    ]  # fmt: skip
+    for name, level in levels.items():
+        vision = makers[level.vision]()
+        assert isinstance(vision, Vision)
+        assert (vision.perception.keep, vision.perception.method) == (
+            recipes[name].perception.keep,
+            recipes[name].perception.method if name != "also_off" else "diversity",
+        )
+
+
+@pytest.fixture(scope="module")
+def bundle_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Path:
+    def make(out: Path) -> None:
+        recipe = out.with_name("coverage.toml")
+        recipe.write_text(
+            'store = "float32"\n[perception]\nmethod = "coverage"\nkeep = 0.4\nquestion_tokens = 8\n'
+            "[window]\nleast = 8\nmost = 8\n"
+        )
+        build(tiny_path, "--out", out, "--recipe", recipe, "--images", 2, "--jobs", 1)
+
+    return once(tmp_path_factory, "coverage-bundle", make)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("later", [False, True])
+def test_a_built_bundle_answers_and_the_question_chooses(
+    bundle_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    seen: list[np.ndarray] = []
+    load = backends.load
+
+    def recording(*arguments: Any) -> Any:
+        session: Any = load(*arguments)
+        run = session.run
+
+        def recorded(feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            outputs = run(feeds)
+            seen.extend([outputs["kept"][0]] if "kept" in outputs else [])
+            return outputs
+
+        session.run = recorded
+        return session
+
+    monkeypatch.setattr(backends, "load", recording)
+    vlm = runtime.open(bundle_path, threads=1)
+    pictures = [tiny.picture(0), tiny.picture(1)]
+    kept: list[list[list[int]]] = []
+    for question in QUESTIONS:
+        seen.clear()
+        result = vlm.generate(question, pictures, 6, ignore_eos=True, question_later=later)
+        assert len(result.tokens) == 6
+        prompt = tiny.Prompt(checkpoint, question, pictures)
+        after = prompt.ids[int((prompt.ids == checkpoint.image_token_id).nonzero()[-1]) + 1 :][-8:]
+        words, asked = torch.zeros(1, 8, prompt.embeddings.shape[1]), torch.zeros(1, 8)
+        if not later:
+            words[0, : len(after)], asked[0, : len(after)] = checkpoint.embedding[after], 1
+        with torch.no_grad():
+            features = [checkpoint.encoder(pixels[None]) for pixels in prompt.inputs["pixel_values"]]
+        stage = Coverage(0.4)
+        kept.append([stage(each, words, asked)[0].tolist() for each in features])
+        assert [each.tolist() for each in seen] == kept[-1]
+    assert kept[0] == kept[1] == kept[2] if later else all(kept[i] != kept[i - 1] for i in range(3))
+    assert len(vlm.generate(QUESTIONS[0], max_new_tokens=3, ignore_eos=True).tokens) == 3  # and without an image
