@@ -12,6 +12,11 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+MISSING_PACKAGE = (
+    "activate the environment that scripts/quickstart.sh makes (. .venv/bin/activate), or install what is missing "
+    "(pip install -e '.[export,scripts]')"
+)
+
 
 class UserError(Exception):
     """A mistake the user can mend. Printed as one line; the command ends with exit code 2."""
@@ -45,16 +50,16 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
         except BrokenPipeError:  # the reader, `head` for example, has had enough; nothing more can be printed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
+        except ModuleNotFoundError as error:
+            print(f"error: {one_line(error)}: {MISSING_PACKAGE}", file=sys.stderr)
         except OSError as error:
             advice = {
-                errno.ENOSPC: "free some space or choose another folder",
-                errno.EDQUOT: "free some space or choose another folder",
-                errno.EACCES: "change its permissions or choose another place",
-                errno.EROFS: "choose another place",
+                errno.ENOSPC: ": free some space or choose another folder",
+                errno.EDQUOT: ": free some space or choose another folder",
+                errno.EACCES: ": change its permissions or choose another place",
+                errno.EROFS: ": choose another place",
             }
-            if error.errno not in advice:
-                raise
-            print(f"error: {one_line(error)}: {advice[error.errno]}", file=sys.stderr)
+            print(f"error: {one_line(error)}{advice.get(error.errno or 0, '')}", file=sys.stderr)
         except KeyboardInterrupt:
             print("error: interrupted; nothing was written", file=sys.stderr)
             return 130

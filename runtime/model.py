@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from runtime.prompt import Prompt
 
 MAX_NEW_TOKENS = 64
+MAX_THREADS = 1024  # more is a mistake, and ONNX Runtime would start them all
 
 
 @dataclass
@@ -113,8 +114,8 @@ class VLM:
         cls, path: str | Path, backend: str = backends.AUTO, level: str | None = None, threads: int | None = None
     ) -> VLM:
         """See `runtime.open`."""
-        if threads is not None and threads < 1:
-            raise UserError(f"threads must be at least 1, got {threads}")
+        if threads is not None:
+            _check_count("threads", threads, MAX_THREADS)
         bundle = bundles.read(Path(path))
         return cls(bundle, level, backends.choose(backend, bundle), threads)
 
@@ -183,9 +184,8 @@ class VLM:
         stats: Stats,
     ) -> Request:
         """Find every mistake of the user's before the first graph runs."""
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if isinstance(images, str | Path) or not isinstance(images, Sequence):
+        _check_count("max_new_tokens", max_new_tokens)
+        if isinstance(images, str | bytes | Path) or not isinstance(images, Sequence):
             raise UserError("images must be a list of images")
         if question_later and not images:
             raise UserError("question_later needs an image to compress before the question")
@@ -296,6 +296,14 @@ class VLM:
             with stats.time("load"):
                 self._sessions[graph] = backends.load(self.bundle, graph, self.threads)
         return self._sessions[graph]
+
+
+def _check_count(name: str, value: object, most: int | None = None) -> None:
+    """Refuse what is no whole number from 1 to `most`: a float would never equal a count of tokens."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise UserError(f"{name} must be a whole number, got {value!r}")
+    if value < 1 or (most is not None and value > most):
+        raise UserError(f"{name} must be {'at least 1' if most is None else f'from 1 to {most}'}, got {value}")
 
 
 def _argmax(logits: np.ndarray) -> int:

@@ -149,6 +149,10 @@ class PromptReader:
             UserError: what `text` raises, or the prompt has not one placeholder an image.
         """
         text = self.text(prompt, images)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes of the command line that are no UTF-8 arrive as lone surrogates
+            raise UserError(f"the question is not valid Unicode text: {one_line(error)}") from error
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
         places = ids.count(self._model.image_token_id)
         if places != images:

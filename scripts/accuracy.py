@@ -9,6 +9,10 @@ the prompt while the images are compressed (`prompt`), or it is read after they 
 
 from __future__ import annotations
 
+import installed  # noqa: F401
+
+# isort: split
+
 import argparse
 import json
 import os
@@ -34,7 +38,7 @@ import runtime
 from demo_vlm import suites as held_out
 from demo_vlm.suites import Item, blind_accuracy
 from engines import bundle as bundles
-from engines.errors import UserError, command
+from engines.errors import Parser, UserError, command
 
 if TYPE_CHECKING:
     from runtime.model import VLM
@@ -291,7 +295,7 @@ def _positive(text: str) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", help="folder that export/build.py wrote for the demo VLM")
     parser.add_argument("--levels", help="comma-separated; default: all of the bundle")
     parser.add_argument("--suites", default=",".join(held_out.NAMES), help="comma-separated; default: %(default)s")

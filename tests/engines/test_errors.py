@@ -32,6 +32,8 @@ def test_result_is_the_exit_code() -> None:
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 2, "free some space"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "/x'"),
         (OSError(errno.EROFS, "Read-only file system", "/x"), 2, "choose another place"),
+        (OSError(errno.EIO, "Input/output error", "/x"), 2, "Input/output error: '/x'"),
+        (ModuleNotFoundError("No module named 'rich'", name="rich"), 2, ". .venv/bin/activate"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
@@ -45,7 +47,7 @@ def test_users_mistake_is_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("bug"), OSError(errno.EIO, "Input/output error"), KeyError("bug")])
+@pytest.mark.parametrize("error", [ValueError("bug"), ImportError("bug"), KeyError("bug")])
 def test_our_mistake_keeps_its_trace(error: Exception) -> None:
     with pytest.raises(type(error)):
         run(error)

@@ -303,6 +303,12 @@ MISTAKES: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("no image at all", "what", [3], {}, "path, a PIL image or an array"),
     ("missing file", "what", ["nowhere.png"], {}, "nowhere.png: no such image file"),
     ("a folder", "what", ["/"], {}, "not a file"),
+    ("a name too long", "what", ["x" * 300 + ".png"], {}, "cannot be read"),
+    ("no name for a file", "what", ["a\0b"], {}, "cannot be read"),
+    ("bytes as images", "what", b"\x89PNG", {}, "images must be a list"),
+    ("no Unicode", "what \udcff", [image(0)], {}, "not valid Unicode"),
+    ("half a token wanted", "what", [image(0)], {"max_new_tokens": 2.5}, "must be a whole number, got 2.5"),
+    ("tokens in words", "what", [image(0)], {"max_new_tokens": "5"}, "must be a whole number, got '5'"),
 ]
 
 
@@ -324,6 +330,12 @@ def test_question_that_no_window_holds(bundle_path: Path) -> None:
     vlm = runtime.open(bundle_path, level="loose", threads=1)
     with pytest.raises(UserError, match="does not fit into the window of 24 tokens"):
         ask(vlm, "red " * 25, [image(0)], question_later=True)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 10**6, 2.5, "2", True])
+def test_wrong_threads(threads: Any, bundle_path: Path) -> None:
+    with pytest.raises(UserError, match="threads must be"):
+        runtime.open(bundle_path, threads=threads)
 
 
 def test_wrong_level(bundle_path: Path) -> None:
