@@ -337,11 +337,11 @@ def read(path: Path) -> Bundle:
         UserError: not a bundle, another version's, or any byte of it changed.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise UserError(f"{path} is not a folder: give the folder that export/build.py wrote")
-    if not (path / MANIFEST).is_file() or not (path / CHECKSUM).is_file():
-        raise UserError(f"{path} is not a bundle (no {MANIFEST} with {CHECKSUM}): {REBUILD} --out {path}")
     try:
+        if not path.is_dir():
+            raise UserError(f"{path} is not a folder: give the folder that export/build.py wrote")
+        if not (path / MANIFEST).is_file() or not (path / CHECKSUM).is_file():
+            raise UserError(f"{path} is not a bundle (no {MANIFEST} with {CHECKSUM}): {REBUILD} --out {path}")
         return Bundle(path, _checked(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error

@@ -41,6 +41,8 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
     def wrapped(*args, **kwargs) -> int:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half-written is removed
+        # Started with a closed stream (`>&-`), Python has None there, and print() would take the other stream.
+        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
         try:
             code = main(*args, **kwargs) or 0
             sys.stdout.flush()

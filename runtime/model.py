@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from runtime.prompt import Prompt
 
 MAX_NEW_TOKENS = 64
-MAX_THREADS = 1024  # more is a mistake, and ONNX Runtime would start them all
+MAX_THREADS = 256  # more is a mistake, and ONNX Runtime would start them all
 
 
 @dataclass
@@ -100,7 +100,8 @@ class VLM:
     def __init__(self, bundle: Bundle, level: str | None = None, backend: str = "ort", threads: int | None = None):
         manifest = bundle.manifest
         self.bundle, self.model = bundle, manifest.model
-        self.level, self.backend, self.threads = level or manifest.default_level, backend, threads
+        self.level = manifest.default_level if level is None else level
+        self.backend, self.threads = backend, threads
         if self.level not in manifest.levels:
             raise UserError(f"no level {self.level!r} in {bundle.path}: choose {', '.join(manifest.levels)}")
         self._level = manifest.levels[self.level]

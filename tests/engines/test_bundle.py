@@ -113,6 +113,7 @@ def test_file_that_is_not_what_it_was(name: str, change: str, out: Path) -> None
 
 
 def test_not_a_folder(tmp_path: Path) -> None:
+    refused(tmp_path / ("x" * 5000), "cannot be read")
     refused(tmp_path / "nowhere", "nowhere is not a folder")
     (tmp_path / "file").write_text("x")
     refused(tmp_path / "file", "file is not a folder")

@@ -79,3 +79,14 @@ def test_reader_that_has_had_enough() -> None:
     assert process.stderr.read() == b""
     assert process.wait() == 141
     process.stderr.close()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_closed_stream_is_no_crash_and_not_the_other_stream(closed: str) -> None:
+    code = "from engines.errors import command; import sys; "
+    code += "sys.exit(command(lambda: print('out') or print('err', file=sys.stderr))())"
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert (done.stdout, done.stderr) == (("", "err\n") if closed == ">&-" else ("out\n", ""))

@@ -332,15 +332,16 @@ def test_question_that_no_window_holds(bundle_path: Path) -> None:
         ask(vlm, "red " * 25, [image(0)], question_later=True)
 
 
-@pytest.mark.parametrize("threads", [0, -1, 10**6, 2.5, "2", True])
+@pytest.mark.parametrize("threads", [0, -1, 257, 10**6, 2.5, "2", True])
 def test_wrong_threads(threads: Any, bundle_path: Path) -> None:
     with pytest.raises(UserError, match="threads must be"):
         runtime.open(bundle_path, threads=threads)
 
 
-def test_wrong_level(bundle_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no level 'odd'.*choose loose, tight"):
-        runtime.open(bundle_path, level="odd")
+@pytest.mark.parametrize("level", ["odd", ""])
+def test_wrong_level(level: str, bundle_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"no level '{level}'.*choose loose, tight"):
+        runtime.open(bundle_path, level=level)
 
 
 @pytest.mark.parametrize(
