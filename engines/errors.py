@@ -34,13 +34,21 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}: see  {self.prog} --help")
 
 
+def positive(text: str) -> int:
+    """A whole number from 1, as the `type` of a command line's option."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate a command's entry: a `UserError` or a full disk becomes one line on standard error and exit code 2."""
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs) -> int:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half-written is removed
+            for number in (signal.SIGTERM, signal.SIGHUP):  # so that what is half-written is removed
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
         # Started with a closed stream (`>&-`), Python has None there, and print() would take the other stream.
         sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
         try:

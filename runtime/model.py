@@ -310,7 +310,9 @@ def _check_count(name: str, value: object, most: int | None = None) -> None:
 def _argmax(logits: np.ndarray) -> int:
     token = int(logits[0].argmax())
     if np.isnan(logits[0, token]):  # argmax finds the first nan
-        raise UserError("the model's logits are not numbers (an overflow in a graph): build the bundle in float32")
+        raise UserError(
+            "the model's logits are not numbers: an overflow in a graph, or a preprocessor that does not fit"
+        )
     return token
 
 

@@ -133,13 +133,11 @@ class PromptReader:
         Raises:
             UserError: the question is empty, the messages have no known form, or the template refuses them.
         """
-        import jinja2
-
         messages = _messages(prompt, images)
         try:
             absent = {"tools": None, "documents": None}  # Hugging Face defines them, and templates ask whether it did
             return self._template.render(messages=messages, add_generation_prompt=True, **absent, **self._variables)
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+        except Exception as error:  # a template is a program of the checkpoint's: it can fail in any way
             raise UserError(f"the model's chat template refuses these messages: {one_line(error)}") from error
 
     def ids(self, prompt: Prompt, images: int) -> list[int]:
