@@ -50,7 +50,9 @@ def read(folder: str | Path) -> list[Sample]:
         try:
             data = json.loads(line)
             images = [path.parent / name for name in data["images"]]
-            sample = Sample(images, str(data["prompt"]), str(data.get("answer", "")))
+            sample = Sample(images, data["prompt"], data.get("answer", ""))
+            if not isinstance(sample.prompt, str) or not isinstance(sample.answer, str):
+                raise TypeError("prompt and answer must be texts")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f'{where}: not {{"images": [...], "prompt": "..."}} ({error})') from error
         if missing := [image for image in images if not image.is_file()]:
@@ -65,12 +67,15 @@ def model_inputs(processor: Any, sample: Sample) -> dict[str, Any]:
     """The Hugging Face processor's tensors for one sample as a user message, batch 1.
 
     Raises:
-        UserError: an image is damaged.
+        UserError: an image is damaged, or the processor refuses the prompt.
     """
     images = [_image(path) for path in sample.images] or None
     content = [{"type": "image"} for _ in sample.images] + [{"type": "text", "text": sample.prompt}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    return dict(processor(images=images, text=text, return_tensors="pt"))
+    try:
+        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        return dict(processor(images=images, text=text, return_tensors="pt"))
+    except Exception as error:  # for example an image token in the prompt's text
+        raise UserError(f"sample {sample.prompt!r} makes no prompt: {one_line(error)}") from error
 
 
 def _image(path: Path) -> Image.Image:

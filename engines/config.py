@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import types
 import typing
 from pathlib import Path
@@ -72,8 +73,14 @@ def parse(kind: type[T], data: Any, where: str) -> T:
         return {k: parse(args[1], v, f"{where}.{k}") for k, v in data.items()}  # type: ignore[return-value]
     if kind is Any:
         return data
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)  # type: ignore[return-value]
+    if kind is float and isinstance(data, int | float) and not isinstance(data, bool):
+        try:
+            number = float(data)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):  # TOML and Python's JSON know inf and nan, and no setting is meant by them
+            raise UserError(f"{where}: expected a finite number, got {data!r}")
+        return number  # type: ignore[return-value]
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
         raise UserError(f"{where}: expected {kind.__name__}, got {data!r}")
     return data

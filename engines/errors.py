@@ -12,6 +12,11 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+MISSING_PACKAGE = (
+    "activate the environment that scripts/quickstart.sh makes (. .venv/bin/activate), or install what is missing "
+    "(pip install -e '.[export,scripts]')"
+)
+
 
 class UserError(Exception):
     """A mistake the user can mend. Printed as one line; the command ends with exit code 2."""
@@ -29,13 +34,23 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}: see  {self.prog} --help")
 
 
+def positive(text: str) -> int:
+    """A whole number from 1, as the `type` of a command line's option."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate a command's entry: a `UserError` or a full disk becomes one line on standard error and exit code 2."""
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs) -> int:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half-written is removed
+            for number in (signal.SIGTERM, signal.SIGHUP):  # so that what is half-written is removed
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
+        # Started with a closed stream (`>&-`), Python has None there, and print() would take the other stream.
+        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
         try:
             code = main(*args, **kwargs) or 0
             sys.stdout.flush()
@@ -45,16 +60,16 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
         except BrokenPipeError:  # the reader, `head` for example, has had enough; nothing more can be printed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
+        except ModuleNotFoundError as error:
+            print(f"error: {one_line(error)}: {MISSING_PACKAGE}", file=sys.stderr)
         except OSError as error:
             advice = {
-                errno.ENOSPC: "free some space or choose another folder",
-                errno.EDQUOT: "free some space or choose another folder",
-                errno.EACCES: "change its permissions or choose another place",
-                errno.EROFS: "choose another place",
+                errno.ENOSPC: ": free some space or choose another folder",
+                errno.EDQUOT: ": free some space or choose another folder",
+                errno.EACCES: ": change its permissions or choose another place",
+                errno.EROFS: ": choose another place",
             }
-            if error.errno not in advice:
-                raise
-            print(f"error: {one_line(error)}: {advice[error.errno]}", file=sys.stderr)
+            print(f"error: {one_line(error)}{advice.get(error.errno or 0, '')}", file=sys.stderr)
         except KeyboardInterrupt:
             print("error: interrupted; nothing was written", file=sys.stderr)
             return 130

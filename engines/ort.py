@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ DTYPES = {
 
 def _onnxruntime() -> Any:
     """Import onnxruntime on first use: it takes longer than all the rest of the runtime."""
+    # Its telemetry writes a device id and a data base of events into the home directory of whoever uses a bundle.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError as error:

@@ -9,6 +9,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
+from engines.errors import UserError
+
 IMPLEMENTATION = "unicache"
 LOWEST = -1e4  # masks are finite (and fit float16), so that a fully masked row stays finite
 
@@ -17,7 +19,12 @@ LayerAttention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 _active: ContextVar[LayerAttention] = ContextVar("layer_attention")
 
 
-def _hook(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, **_ignored):
+UNSUPPORTED = ("softcap", "s_aux")  # what some models do to their logits, and this attention does not
+
+
+def _hook(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, **options):
+    if asked := [name for name in UNSUPPORTED if options.get(name) is not None]:
+        raise UserError(f"this model's attention has {asked[0]}, which is not supported yet")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = _active.get()(int(module.layer_idx), query, key, value, float(scale))  # type: ignore[arg-type]
     return output.transpose(1, 2).contiguous(), None

@@ -19,7 +19,7 @@ if not __package__:  # run as a script, Python puts export/ first; `export` must
     sys.path[0] = str(ROOT)
 
 from engines import bundle  # noqa: E402
-from engines.errors import Parser, UserError, command  # noqa: E402
+from engines.errors import Parser, UserError, command, positive  # noqa: E402
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,18 +66,21 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--images",
-        type=int,
+        type=positive,
         nargs="+",
-        default=list(DEFAULT_IMAGES),
         metavar="N",
-        help="images per prompt to make a bucket for (default: 1 4 8)",
+        help="images per prompt to make a bucket for (default: those of 1 4 8 that fit the model's positions)",
     )
     parser.add_argument(
-        "--text-tokens", type=int, default=24, metavar="T", help="tokens of question to leave room for (default: 24)"
+        "--text-tokens",
+        type=positive,
+        default=24,
+        metavar="T",
+        help="tokens of question to leave room for (default: 24)",
     )
     parser.add_argument(
         "--buckets",
-        type=int,
+        type=positive,
         nargs="+",
         metavar="S",
         help="prompt lengths to build for, after visual-token pruning, instead of --images and --text-tokens",
@@ -88,7 +91,10 @@ def arguments() -> argparse.ArgumentParser:
         help="folder with samples.jsonl and its images, to calibrate quantization with (default: CHECKPOINT/samples)",
     )
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="graphs exported side by side (default: one a core; 1 for a large model)"
+        "--jobs",
+        type=positive,
+        metavar="N",
+        help="graphs exported side by side (default: one a core; 1 for a large model)",
     )
     parser.add_argument("--verbose", action="store_true", help="also print every graph's size, time and largest error")
     return parser
@@ -118,7 +124,10 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     from export.to_onnx import WeightFile
 
     console = Console(highlight=False)
-    levels = {recipe.name: recipe for recipe in map(recipes.load, args.recipe or DEFAULT_RECIPES)}
+    levels: dict[str, Recipe] = {}
+    for recipe in map(recipes.load, args.recipe or DEFAULT_RECIPES):
+        if levels.setdefault(recipe.name, recipe) is not recipe:
+            raise UserError(f"two recipes are called {recipe.name}: a level is named by its recipe, rename one file")
     default = args.level or ("balanced" if "balanced" in levels else next(iter(levels)))
     if default not in levels:
         raise UserError(f"--level {default} is none of this bundle's levels: {', '.join(levels)}")
@@ -136,6 +145,8 @@ def build(args: argparse.Namespace, folder: Path) -> None:
             task = bar.add_task(f"calibrating keys on {len(known)} samples", total=len(known))
             statistics = keys.key_statistics(checkpoint, known, lambda: bar.advance(task))
 
+    for name, recipe in levels.items():
+        _check_sizes(recipe, checkpoint, buckets[name])
     described, makers = plan_levels(checkpoint, levels, buckets, statistics)
     jobs = args.jobs or (min(os.cpu_count() or 1, 4) if parameters(checkpoint) < SMALL else 1)
     with WeightFile(folder) as weights, _progress(console) as bar:
@@ -182,27 +193,40 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
     Raises:
         UserError: nothing fits the positions that the model knows.
     """
-    limit = checkpoint.text_config.max_position_embeddings
+    limit = checkpoint.max_positions
     if args.buckets:
         lengths = args.buckets
         if too_long := [s for s in lengths if not 1 <= s <= limit]:
             raise UserError(f"--buckets {too_long[0]}: the model has positions 1 to {limit}")
         return sorted(set(lengths))
-    if min(args.images) < 1 or args.text_tokens < 1:
-        raise UserError("--images and --text-tokens must be at least 1")
     pruned = checkpoint.image_tokens - recipe.perception.count(checkpoint.image_tokens)
     lengths = []
-    for images in args.images:
+    for images in args.images or DEFAULT_IMAGES:
         content = [{"type": "image"}] * images + [{"type": "text", "text": ""}]
         text = checkpoint.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True
         )
-        tokens = len(checkpoint.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        tokens = len(checkpoint.processor.tokenizer.tokenize(text))
         tokens += images * (checkpoint.image_tokens - 1 - pruned) + args.text_tokens
         lengths.append(-(-tokens // ROUND) * ROUND)
-    if fitting := sorted({s for s in lengths if s <= limit}):
-        return fitting
-    raise UserError(f"no prompt of {args.images} images fits the model's {limit} positions: give smaller --images")
+        if lengths[-1] > limit and (args.images or images == 1):
+            raise UserError(
+                f"a prompt of {images} image{'s' * (images > 1)} and --text-tokens {args.text_tokens} takes "
+                f"{lengths[-1]} tokens, and the model has {limit} positions: give fewer of them"
+            )
+    return sorted({s for s in lengths if s <= limit})
+
+
+def _check_sizes(recipe: Recipe, checkpoint: Checkpoint, lengths: list[int]) -> None:
+    """A cache for more tokens than the model has positions is a slip of the pen that would fill the memory."""
+    from export.graphs import State
+
+    for state in (State(checkpoint.decoder, recipe, length) for length in lengths):
+        if (slots := max(*state.capacities, state.window)) > checkpoint.max_positions:
+            raise UserError(
+                f"recipe {recipe.name}: {slots} slots in a layer for prompts of {state.length} tokens, and the model "
+                f"has {checkpoint.max_positions} positions: lower keep, kv_bytes or least"
+            )
 
 
 def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
@@ -216,7 +240,7 @@ def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
         head_dim=checkpoint.decoder.head_dim,
         hidden_size=checkpoint.decoder.hidden_size,
         vocab_size=text.vocab_size,
-        max_positions=text.max_position_embeddings,
+        max_positions=checkpoint.max_positions,
         image_token_id=checkpoint.image_token_id,
         image_tokens=checkpoint.image_tokens,
         bos_token_id=text.bos_token_id,

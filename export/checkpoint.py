@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -52,6 +53,14 @@ class Checkpoint:
             raise UserError(f"{self.path}: its image processor gives no fixed size; such models are not supported yet")
         return size["height"], size["width"]
 
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence in which every token may look at every earlier one: a sliding window is not built."""
+        text = self.text_config
+        window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+        slides = "sliding_attention" in kinds if kinds else bool(window)
+        return min(text.max_position_embeddings, window) if slides and window else text.max_position_embeddings
+
 
 def load(folder: str | Path) -> Checkpoint:
     """Load a checkpoint in float32 for export.
@@ -62,7 +71,7 @@ def load(folder: str | Path) -> Checkpoint:
     path = Path(folder)
     config = _config(path)
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"{path}: model type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     check_transformers()
     model = _model(path)
@@ -71,7 +80,10 @@ def load(folder: str | Path) -> Checkpoint:
     processor = _processor(path)
     use_hook(decoder.language_model)
     encoder = family.encoder(model).eval()
-    preprocessor = _preprocessor(path, processor.image_processor)
+    try:
+        preprocessor = _preprocessor(path, processor.image_processor)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: its image processor is not supported: {one_line(error)}") from error
     checkpoint = Checkpoint(
         path=path,
         model=model,
@@ -83,9 +95,34 @@ def load(folder: str | Path) -> Checkpoint:
         image_token_id=model.config.image_token_id,
         image_tokens=0,
     )
-    with torch.no_grad():
-        tokens = encoder(torch.zeros(1, 3, *checkpoint.pixel_size)).shape[1]
-    return Checkpoint(**{**vars(checkpoint), "image_tokens": tokens})
+    try:
+        with torch.no_grad():
+            tokens = encoder(torch.zeros(1, 3, *checkpoint.pixel_size)).shape[1]
+    except UserError:
+        raise
+    except Exception as error:  # a configuration that does not fit its weights fails anywhere in the model's code
+        raise UserError(f"{path}: its vision encoder cannot be run: {one_line(error)}") from error
+    checkpoint = dataclasses.replace(checkpoint, image_tokens=tokens)
+    _check_prompt(checkpoint)
+    return checkpoint
+
+
+def _check_prompt(checkpoint: Checkpoint) -> None:
+    """Make a prompt with one image: the processor must leave as many placeholders as the encoder gives tokens."""
+    from PIL import Image
+
+    processor, path, wanted = checkpoint.processor, checkpoint.path, checkpoint.image_tokens
+    content = [{"type": "image"}, {"type": "text", "text": "?"}]
+    try:
+        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        ids = processor(images=[Image.new("RGB", (64, 64))], text=text)["input_ids"][0]
+    except Exception as error:  # templates and processors are the checkpoint's: they can fail in any way
+        raise UserError(f"{path}: its processor makes no prompt with an image: {one_line(error)}") from error
+    if (found := list(ids).count(checkpoint.image_token_id)) != wanted:
+        raise UserError(
+            f"{path}: its prompts have {found} image tokens (id {checkpoint.image_token_id}) an image, its vision "
+            f"encoder gives {wanted}: image token, chat template or patch size of the processor do not fit the model"
+        )
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -104,6 +141,8 @@ def _config(path: Path) -> dict[str, Any]:
 def _model(path: Path) -> Any:
     from transformers import AutoModelForImageTextToText
 
+    if (path / "adapter_config.json").is_file():
+        raise UserError(f"{path} holds an adapter, which is not applied: merge it into the model first")
     if not any(path.glob("*.safetensors")):
         raise UserError(f"{path} holds no .safetensors weights (other formats can run code and are not loaded)")
     model: Any
@@ -117,6 +156,7 @@ def _model(path: Path) -> Any:
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # refused below, by name
             )
         except Exception as error:  # transformers raises many kinds for a damaged checkpoint
             raise UserError(f"{path} cannot be loaded: {one_line(error)[:300]}") from error
@@ -128,6 +168,9 @@ def _model(path: Path) -> Any:
                 f"{path}: {len(keys)} {kind} weights, for example {keys[0]}: it was saved by another version of "
                 "transformers or is incomplete; nothing was built"
             )
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise UserError(f"{path}: weight {name} is not finite; nothing was built")
     return model.eval().requires_grad_(False)
 
 

@@ -48,7 +48,7 @@ class Window:
     def sizes(self, bucket: int) -> tuple[int, int]:
         """W and r for prompts of up to `bucket` tokens."""
         window = min(max(round(self.share * bucket), self.least), self.most)
-        return window, round(self.recent * window)
+        return window, min(round(self.recent * window), window - 1)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,8 @@ def _largest_difference(expected: dict[str, Tensor], actual: dict[str, np.ndarra
             same = np.broadcast_to(kept[..., None] if wanted.ndim == 4 else kept, wanted.shape)
         if same.mean() < 0.99:
             raise UserError(f"{file}: {name} agrees with PyTorch in {same.mean():.1%} of the slots only")
+        if np.isnan(wanted).any():
+            raise UserError(f"{file}: PyTorch's output {name} is not a number: are the checkpoint's weights finite?")
         finite = np.isfinite(wanted)
         if (finite != np.isfinite(got))[same].any():
             raise UserError(f"{file}: output {name} is not finite where PyTorch's is")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from runtime.prompt import Prompt
 
 MAX_NEW_TOKENS = 64
+MAX_THREADS = 256  # more is a mistake, and ONNX Runtime would start them all
 
 
 @dataclass
@@ -99,7 +100,8 @@ class VLM:
     def __init__(self, bundle: Bundle, level: str | None = None, backend: str = "ort", threads: int | None = None):
         manifest = bundle.manifest
         self.bundle, self.model = bundle, manifest.model
-        self.level, self.backend, self.threads = level or manifest.default_level, backend, threads
+        self.level = manifest.default_level if level is None else level
+        self.backend, self.threads = backend, threads
         if self.level not in manifest.levels:
             raise UserError(f"no level {self.level!r} in {bundle.path}: choose {', '.join(manifest.levels)}")
         self._level = manifest.levels[self.level]
@@ -113,8 +115,8 @@ class VLM:
         cls, path: str | Path, backend: str = backends.AUTO, level: str | None = None, threads: int | None = None
     ) -> VLM:
         """See `runtime.open`."""
-        if threads is not None and threads < 1:
-            raise UserError(f"threads must be at least 1, got {threads}")
+        if threads is not None:
+            _check_count("threads", threads, MAX_THREADS)
         bundle = bundles.read(Path(path))
         return cls(bundle, level, backends.choose(backend, bundle), threads)
 
@@ -183,9 +185,8 @@ class VLM:
         stats: Stats,
     ) -> Request:
         """Find every mistake of the user's before the first graph runs."""
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if isinstance(images, str | Path) or not isinstance(images, Sequence):
+        _check_count("max_new_tokens", max_new_tokens)
+        if isinstance(images, str | bytes | Path) or not isinstance(images, Sequence):
             raise UserError("images must be a list of images")
         if question_later and not images:
             raise UserError("question_later needs an image to compress before the question")
@@ -306,10 +307,20 @@ class VLM:
         return self._sessions[graph]
 
 
+def _check_count(name: str, value: object, most: int | None = None) -> None:
+    """Refuse what is no whole number from 1 to `most`: a float would never equal a count of tokens."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise UserError(f"{name} must be a whole number, got {value!r}")
+    if value < 1 or (most is not None and value > most):
+        raise UserError(f"{name} must be {'at least 1' if most is None else f'from 1 to {most}'}, got {value}")
+
+
 def _argmax(logits: np.ndarray) -> int:
     token = int(logits[0].argmax())
     if np.isnan(logits[0, token]):  # argmax finds the first nan
-        raise UserError("the model's logits are not numbers (an overflow in a graph): build the bundle in float32")
+        raise UserError(
+            "the model's logits are not numbers: an overflow in a graph, or a preprocessor that does not fit"
+        )
     return token
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from math import ceil
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,9 +52,15 @@ def load_rgb(source: ImageSource) -> np.ndarray:
 def _file_rgb(path: Path) -> np.ndarray:
     from PIL import Image, ImageOps
 
-    if not path.is_file():  # also refuses pipes and devices, which would block or never end
-        raise UserError(f"{path}: {'not a file' if path.exists() else 'no such image file'}")
-    if path.stat().st_size > MAX_FILE_BYTES:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such image file") from None
+    except (OSError, ValueError) as error:  # a name that is too long, a zero byte in it, no permission, ...
+        raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
+    if not S_ISREG(status.st_mode):  # pipes and devices would block or never end
+        raise UserError(f"{path}: not a file")
+    if status.st_size > MAX_FILE_BYTES:
         raise UserError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB: shrink the image")
     try:
         with warnings.catch_warnings():

@@ -147,13 +147,11 @@ class PromptReader:
         Raises:
             UserError: the question is empty, the messages have no known form, or the template refuses them.
         """
-        import jinja2
-
         messages = _messages(prompt, images)
         try:
             absent = {"tools": None, "documents": None}  # Hugging Face defines them, and templates ask whether it did
             return self._template.render(messages=messages, add_generation_prompt=True, **absent, **self._variables)
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+        except Exception as error:  # a template is a program of the checkpoint's: it can fail in any way
             raise UserError(f"the model's chat template refuses these messages: {one_line(error)}") from error
 
     def ids(self, prompt: Prompt, images: int) -> list[int]:
@@ -163,6 +161,10 @@ class PromptReader:
             UserError: what `text` raises, or the prompt has not one placeholder an image.
         """
         text = self.text(prompt, images)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes of the command line that are no UTF-8 arrive as lone surrogates
+            raise UserError(f"the question is not valid Unicode text: {one_line(error)}") from error
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
         places = ids.count(self._model.image_token_id)
         if places != images:

@@ -9,6 +9,10 @@ the prompt while the images are compressed (`prompt`), or it is read after they 
 
 from __future__ import annotations
 
+import installed  # noqa: F401
+
+# isort: split
+
 import argparse
 import json
 import os
@@ -34,7 +38,7 @@ import runtime
 from demo_vlm import suites as held_out
 from demo_vlm.suites import Item, blind_accuracy
 from engines import bundle as bundles
-from engines.errors import UserError, command
+from engines.errors import Parser, UserError, command, positive
 
 if TYPE_CHECKING:
     from runtime.model import VLM
@@ -284,23 +288,17 @@ def _choice(text: str, known: Sequence[str], what: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", help="folder that export/build.py wrote for the demo VLM")
     parser.add_argument("--levels", help="comma-separated; default: all of the bundle")
     parser.add_argument("--suites", default=",".join(held_out.NAMES), help="comma-separated; default: %(default)s")
     parser.add_argument("--regimes", default=",".join(REGIMES), help=f"default: {','.join(REGIMES)}")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="questions of each suite; default: all")
+    parser.add_argument("--limit", type=positive, metavar="N", help="questions of each suite; default: all")
     parser.add_argument("--backend", default="auto", help="as in `python -m runtime ask`")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument(
-        "--processes", type=_positive, default=os.cpu_count() or 1, metavar="N", help="default: one a core"
+        "--processes", type=positive, default=os.cpu_count() or 1, metavar="N", help="default: one a core"
     )
     return parser.parse_args(argv)
 

@@ -5,13 +5,17 @@ python scripts/ask_easy_vqa.py build/demo-vlm
 
 from __future__ import annotations
 
+import installed  # noqa: F401
+
+# isort: split
+
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import runtime
-from engines.errors import command
+from engines.errors import Parser, UserError, command
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ def questions(count: int, images: int) -> Iterator[Question]:
     try:
         import easy_vqa
     except ImportError:
-        raise SystemExit("easy-VQA is not installed: pip install easy-vqa") from None
+        raise UserError("easy-VQA is not installed: pip install easy-vqa") from None
     texts, truths, owners = easy_vqa.get_test_questions()
     paths = easy_vqa.get_test_image_paths()
     for n in range(count):
@@ -44,7 +48,7 @@ def questions(count: int, images: int) -> Iterator[Question]:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", help="folder that export/build.py wrote for the demo VLM")
     parser.add_argument("--level", help="compression level; default: the bundle's")
     parser.add_argument("--count", type=int, default=5, metavar="N", help="questions of each kind; default: 5")

@@ -11,6 +11,10 @@ with polygraphy. A backend that cannot run here is listed with the reason and wh
 
 from __future__ import annotations
 
+import installed  # noqa: F401
+
+# isort: split
+
 import argparse
 import contextlib
 import dataclasses
@@ -36,7 +40,7 @@ from demo_vlm.data import make_page
 from engines import bundle as bundles
 from engines import ort, trt
 from engines.bundle import Bundle
-from engines.errors import UserError, command, one_line
+from engines.errors import Parser, UserError, command, one_line
 from runtime import backends
 from runtime.backends import load
 from runtime.model import Stats
@@ -306,7 +310,7 @@ def write(path: Path, values: dict[str, Any]) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", help="folder that export/build.py wrote")
     parser.add_argument(
         "--level", help="compression level (default: the bundle's; `python -m runtime info` lists them)"

@@ -9,9 +9,14 @@ written in scripts/demo_vlm/curriculum.py; no schedule reads a clock. The run ke
 50 steps: after an interruption the same command goes on from there and ends with the same weights.
 """
 
+import installed  # noqa: F401
+
+# isort: split
+
 import argparse
 import json
 import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,11 +29,12 @@ from demo_vlm.model import build_model
 from demo_vlm.samples import write_samples
 from demo_vlm.saving import replace_files, save_checkpoint
 from demo_vlm.training import train
+from engines.errors import Parser, UserError, command
 
 
 def arguments() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="train, and write the checkpoint into this folder")
     what.add_argument("--score", type=Path, metavar="CHECKPOINT", help="only score this checkpoint folder")
@@ -43,7 +49,7 @@ def score(folder: Path) -> list[Score]:
     same, asked = generate_agrees(folder)
     print(f"packed scoring agrees with generate() on {same} of {asked} prompts")
     if same != asked:
-        raise SystemExit(f"{folder}: packed scoring differs from generate(), its figures would mean nothing")
+        raise UserError(f"{folder}: packed scoring differs from generate(), its figures would mean nothing")
     found = duplicates()
     print(f"easy-VQA test images equal to a training image: {found.plain} of {found.images}, mirrored {found.mirrored}")
     scores = evaluate(folder)
@@ -57,10 +63,11 @@ def prepare(partial: Path, seed: int) -> None:
     identity = json.dumps({"seed": seed, "plan": asdict(PLAN)}, sort_keys=True)
     note = partial / "run.json"
     if note.is_file() and note.read_text(encoding="utf-8") != identity:
-        raise SystemExit(f"{partial} holds an unfinished run with another seed or plan: remove it, then start again")
+        raise UserError(f"{partial} holds an unfinished run with another seed or plan: remove it, then start again")
     note.write_text(identity, encoding="utf-8")
 
 
+@command
 def main() -> None:
     """Train, score or write samples."""
     args = arguments()
@@ -86,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

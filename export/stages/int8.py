@@ -27,8 +27,8 @@ class Int8(Stage):
     margin: float = 1.1
 
     def __post_init__(self) -> None:
-        if self.margin < 1:
-            raise ValueError(f"margin must be at least 1, got {self.margin}")
+        if not 1 <= self.margin <= 100:
+            raise ValueError(f"margin must be from 1 to 100, got {self.margin}")
 
     def key_scale(self, absmax: Tensor) -> Tensor:
         """Static scale of each channel from its calibrated range; both [kv_heads, head_dim], float32."""

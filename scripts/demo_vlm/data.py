@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from demo_vlm.vocabulary import IMAGE_SIZE
+from engines.errors import UserError
 
 Pixels = NDArray[np.uint8]
 Kind = Literal["easy", "page"]
@@ -75,7 +76,7 @@ def load_easy_vqa(split: Literal["train", "test"]) -> EasyVqa:
     """Read a split from the installed `easy_vqa` package (its wheel ships the images)."""
     spec = util.find_spec("easy_vqa")
     if spec is None or spec.origin is None:
-        raise SystemExit("easy-VQA is not installed, its images are the training data: pip install easy-vqa")
+        raise UserError("easy-VQA is not installed, its images are the training data: pip install easy-vqa")
     folder = Path(os.path.dirname(spec.origin)) / "data" / split
     rows = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     count = 1 + max(image for _, _, image in rows)

@@ -16,6 +16,7 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from demo_vlm.vocabulary import BOS, CHAT_TEMPLATE, EOS, IMAGE_SIZE, PAD, PATCH, SPECIAL, TOKEN_IDS
+from engines.errors import UserError
 
 
 def build_processor() -> LlavaProcessor:
@@ -64,7 +65,7 @@ def save_checkpoint(model: LlavaForConditionalGeneration, folder: Path) -> None:
 def load_checkpoint(folder: Path) -> LlavaForConditionalGeneration:
     """The model of a checkpoint folder in float32, ready to evaluate."""
     if not (folder / "config.json").is_file():
-        raise SystemExit(f"{folder} holds no checkpoint: python scripts/train_demo_vlm.py --out {folder}")
+        raise UserError(f"{folder} holds no checkpoint: python scripts/train_demo_vlm.py --out {folder}")
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 

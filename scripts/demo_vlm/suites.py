@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from demo_vlm.data import Context, Kind, Pixels, Question, Source, load_easy_vqa
+from engines.errors import UserError
 
 BLIND_SEED = 90_001
 BLIND_PAGES = 1000
@@ -74,7 +75,7 @@ def contexts(name: str) -> list[Context]:
             for pixels, pairs in zip(test.pixels, test.questions, strict=True)
         ]
     if name not in DRAWN:
-        raise SystemExit(f"unknown suite {name!r}: choose from {', '.join(NAMES)}")
+        raise UserError(f"unknown suite {name!r}: choose from {', '.join(NAMES)}")
     suite = DRAWN[name]
     source = Source(test, suite.seed)
     return [source.context(suite.images, suite.mix, suite.questions) for _ in range(suite.contexts)]

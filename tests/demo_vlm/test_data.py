@@ -5,6 +5,7 @@ import pytest
 
 from demo_vlm.data import Source, load_easy_vqa, make_page, training_source
 from demo_vlm.suites import BOTH, DRAWN, EASY1, Suite, contexts, fingerprint, suites
+from engines.errors import UserError
 
 # Images, questions and answers of the suites, to notice a change that would make old figures incomparable.
 FINGERPRINTS = {
@@ -83,5 +84,5 @@ def test_limit_spreads_over_the_contexts() -> None:
 
 
 def test_unknown_suite_names_the_known_ones() -> None:
-    with pytest.raises(SystemExit, match="choose from easy1"):
+    with pytest.raises(UserError, match="choose from easy1"):
         contexts("page5")

@@ -14,19 +14,37 @@ TABLE = np.arange(24, dtype=np.float32).reshape(6, 4)
 MODEL = Model("toy", 2, 2, 2, 4, 4, 6, 100, 5, 9, None, [2, 3], Embedding(16, "float32", [6, 4]))
 
 
-def manifest(**changes: Any) -> Manifest:
-    graphs = {
-        kind: Graph(kind, f"{kind}.onnx", [TensorSpec("x", "float32", [1, 2])], [TensorSpec("y", "int8", [3])])
-        for kind in ("vision", "prefill", "decode", "compact")
+def specs(**shapes: list[int]) -> list[TensorSpec]:
+    return [TensorSpec(name, "float32", shape) for name, shape in shapes.items()]
+
+
+def graphs() -> dict[str, Graph]:
+    """What a bucket of 8 tokens with a window of 4 needs, with no store but its keys' and values' windows."""
+    window = {"key_window": [2, 1, 2, 4, 4], "value_window": [2, 1, 2, 4, 4]}
+    taken = {
+        "vision": specs(pixel_values=[1, 3, 2, 2]),
+        "prefill": specs(embeddings=[1, 8, 4], positions=[1, 8], kinds=[1, 8]),
+        "decode": specs(embedding=[1, 1, 4], position=[1, 1], **window),
+        "compact": specs(**window),
     }
+    given = {
+        "vision": specs(visual_tokens=[1, 3, 4], kept=[1, 3]),
+        "prefill": specs(logits=[1, 6], **window),
+        "decode": specs(logits=[1, 6]),
+        "compact": specs(**{f"new_{name}": shape for name, shape in window.items()}),
+    }
+    return {kind: Graph(kind, f"{kind}.onnx", taken[kind], given[kind]) for kind in taken}  # type: ignore[arg-type]
+
+
+def manifest(**changes: Any) -> Manifest:
     buckets = [
         Bucket(8, [4, 5], 4, 2, "prefill", "decode", "compact"),
-        Bucket(9, [4, 5], 4, 4, "prefill", "decode", ""),
+        Bucket(8, [4, 5], 4, 4, "prefill", "decode", ""),
     ]
     levels = {"light": Level({"window": {"size": 4}, "bits": [8, None]}, 3, "vision", buckets)}
     plans = [Plan("decode", "decode.plan", "trt-rtx", "1.7", ["sm_86"])]
     return dataclasses.replace(
-        Manifest(MODEL, levels, "light", graphs, plans, {"ort": "built"}, {"onnx": "1"}), **changes
+        Manifest(MODEL, levels, "light", graphs(), plans, {"ort": "built"}, {"onnx": "1"}), **changes
     )
 
 

@@ -113,6 +113,7 @@ def test_file_that_is_not_what_it_was(name: str, change: str, out: Path) -> None
 
 
 def test_not_a_folder(tmp_path: Path) -> None:
+    refused(tmp_path / ("x" * 5000), "cannot be read")
     refused(tmp_path / "nowhere", "nowhere is not a folder")
     (tmp_path / "file").write_text("x")
     refused(tmp_path / "file", "file is not a folder")
@@ -129,7 +130,7 @@ def test_not_a_folder(tmp_path: Path) -> None:
         (b"[]", "no unicache-edge bundle"),
         (b"null", "no unicache-edge bundle"),
         (b'{"name": "a web app"}', "no unicache-edge bundle"),
-        (b'{"format": "unicache-edge", "version": 2}', "no unicache-edge bundle of version 1"),
+        (b'{"format": "unicache-edge", "version": 2}', "is a bundle of version 2, and this program reads 1"),
         (b'{"format": "unicache-edge", "version": 1}', "missing key"),
         (b'{"format": "unicache-edge", "version": true}', "version: expected int, got True"),
     ],
@@ -175,7 +176,20 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("levels.light.vision", "decode", "no vision graph of the name 'decode'"),
         ("levels.light.buckets.0.prefill", "", "no prefill graph"),
         ("levels.light.buckets.0.compact", "none", "no compact graph of the name 'none'"),
-        ("levels.light.buckets.0.capacities", [4], "1 layers of 2"),
+        ("levels.light.buckets.0.capacities", [4], "not those of 2 layers"),
+        ("levels.light.buckets.0.capacities", [4, -1], "not those of 2 layers"),
+        ("levels.light.buckets.0.length", 9, r"prefill.onnx: embeddings should be \[1, 9, 4\]"),
+        ("levels.light.buckets.0.window", 3, "key_window should be"),
+        ("levels.light.visual_tokens", 4, r"vision.onnx: visual_tokens should be \[1, 4, 4\]"),
+        ("graphs.decode.inputs.2.dtype", "float16", "decode.onnx takes key_window, which prefill.onnx does not"),
+        ("graphs.compact.inputs.0.name", "key_store.0", "compact.onnx takes key_store.0, which prefill.onnx does not"),
+        ("graphs.prefill.outputs.0.name", "scores", "logits should be .*, and is missing"),
+        ("model.hidden_size", 8, "embedding .* is not"),
+        ("model.hidden_size", 10**15, "embedding .* is not"),
+        ("model.head_dim", 0, "head_dim must be at least 1, got 0"),
+        ("model.num_kv_heads", -2, "num_kv_heads must be at least 1"),
+        ("model.image_tokens", 0, "image_tokens must be at least 1"),
+        ("model.image_token_id", 6, "image token 6 is outside the vocabulary of 6"),
         ("levels.light.buckets.0.recent", 5, "0 <= recent <= window"),
         ("levels.light.buckets.0.recent", -1, "0 <= recent <= window"),
         ("levels.light.buckets.0.recent", 4, "compacting must free slots"),
@@ -183,7 +197,8 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("model.embedding.offset", -4, "embedding must have"),
         ("model.embedding.offset", 21, "behind the end of weights.bin"),
         ("model.embedding.shape", [6], "two dimensions"),
-        ("model.embedding.shape", [10**9, 10**9], "behind the end of weights.bin"),
+        ("model.embedding.shape", [10**9, 10**9], "is not"),
+        ("model.embedding.shape", [2**32, 2**32], "is not"),
         ("files.weights.bin", None, "expected a table"),
     ],
 )

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from engines.bundle import CHECKSUM, MANIFEST, WEIGHTS, read, writing
+from engines.bundle import CHECKSUM, MANIFEST, WEIGHTS, read, seal, writing
 from engines.errors import UserError
-from tests.engines.small_bundle import fill, write
+from tests.engines.small_bundle import fill, manifest, write
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -41,10 +41,13 @@ def test_failing_build_leaves_what_was_there(error: BaseException, exists: bool,
 
 
 def test_new_bundle_replaces_the_old_one_whole(out: Path) -> None:
-    (out / "old notes").write_text("x")
+    with writing(out) as folder:
+        fill(folder)
+        (folder / "old").write_text("of this build only")
+        seal(folder, manifest())
     write(out, tools={"onnx": "2"})
     assert read(out).manifest.tools == {"onnx": "2"}
-    assert not (out / "old notes").exists()
+    assert not (out / "old").exists()
     assert [p.name for p in out.parent.iterdir()] == ["bundle"]
 
 
@@ -76,7 +79,19 @@ def test_failing_rename_puts_the_old_bundle_back(
     assert [p.name for p in out.parent.iterdir()] == ["bundle"]
 
 
-@pytest.mark.parametrize("what", ["folder with files", "file", "another program's manifest"])
+@pytest.mark.parametrize("name", ["notes.txt", "photos/me.png", MANIFEST + ".bak"])
+def test_what_somebody_put_into_a_bundle_is_not_removed(name: str, out: Path) -> None:
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("mine")
+    with pytest.raises(UserError, match=f"holds {name}, which no build has put there"):
+        write(out)
+    assert (out / name).read_text() == "mine"
+    read(out)
+
+
+@pytest.mark.parametrize(
+    "what", ["folder with files", "file", "another program's manifest", "a checksum", "a manifest that names us"]
+)
 def test_what_is_no_bundle_is_not_overwritten(what: str, tmp_path: Path) -> None:
     out = tmp_path / "precious"
     if what == "file":
@@ -86,6 +101,10 @@ def test_what_is_no_bundle_is_not_overwritten(what: str, tmp_path: Path) -> None
         (out / "thesis.tex").write_text("thesis")
     if what == "another program's manifest":
         (out / MANIFEST).write_text('{"name": "a web app"}')
+    if what == "a checksum":
+        (out / CHECKSUM).write_text("0")
+    if what == "a manifest that names us":
+        (out / MANIFEST).write_text('{"name": "unicache-edge"}')
     before = snapshot(tmp_path)
     with pytest.raises(UserError, match="precious exists and is not a bundle"):
         write(out)

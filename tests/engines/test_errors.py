@@ -32,6 +32,8 @@ def test_result_is_the_exit_code() -> None:
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 2, "free some space"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "/x'"),
         (OSError(errno.EROFS, "Read-only file system", "/x"), 2, "choose another place"),
+        (OSError(errno.EIO, "Input/output error", "/x"), 2, "Input/output error: '/x'"),
+        (ModuleNotFoundError("No module named 'rich'", name="rich"), 2, ". .venv/bin/activate"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
@@ -45,7 +47,7 @@ def test_users_mistake_is_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("bug"), OSError(errno.EIO, "Input/output error"), KeyError("bug")])
+@pytest.mark.parametrize("error", [ValueError("bug"), ImportError("bug"), KeyError("bug")])
 def test_our_mistake_keeps_its_trace(error: Exception) -> None:
     with pytest.raises(type(error)):
         run(error)
@@ -77,3 +79,14 @@ def test_reader_that_has_had_enough() -> None:
     assert process.stderr.read() == b""
     assert process.wait() == 141
     process.stderr.close()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_closed_stream_is_no_crash_and_not_the_other_stream(closed: str) -> None:
+    code = "from engines.errors import command; import sys; "
+    code += "sys.exit(command(lambda: print('out') or print('err', file=sys.stderr))())"
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert (done.stdout, done.stderr) == (("", "err\n") if closed == ">&-" else ("out\n", ""))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from engines import bundle
 from engines.errors import UserError
 from export import build
+from export import checkpoint as checkpoints
 from tests.export import tiny
 from tests.export.conftest import ROOT
 
@@ -106,13 +107,67 @@ def reshape(weights: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "word"), [(rename, "missing"), (lose, "missing"), (add, "unexpected"), (reshape, WEIGHTS[:0])]
+    ("edit", "word"), [(rename, "missing"), (lose, "missing"), (add, "unexpected"), (reshape, "mismatched")]
 )
 def test_weights_that_do_not_fit_the_model(
     refused: Callable[..., str], copy: Path, edit: Callable[[dict[str, torch.Tensor]], object], word: str
 ) -> None:
     edit_weights(copy, edit)
     assert word in refused(copy, "--recipe", "off")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["q_proj", "vision_tower", "lm_head"])
+def test_weights_that_are_no_numbers(refused: Callable[..., str], copy: Path, part: str, value: float) -> None:
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights[next(name for name in weights if part in name and name.endswith("weight"))].flatten()[3] = value
+
+    edit_weights(copy, spoil)
+    assert "is not finite" in refused(copy, "--recipe", "off")
+
+
+TEMPLATE = "chat_template.jinja"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"model_type": ["llava"]}, "is not supported"),
+        ("config.json", {"vision_feature_layer": 77}, "vision encoder cannot be run"),
+        ("config.json", {"image_token_index": 9999, "image_token_id": 9999}, "0 image tokens (id 9999)"),
+        ("config.json", {"image_token_index": 7, "image_token_id": 7}, "image tokens (id 7)"),
+        ("processor_config.json", {"patch_size": 32}, "patch size of the processor do not fit"),
+        (TEMPLATE, "", "makes no prompt with an image"),
+        (TEMPLATE, "{{ 1 / 0 }}", "makes no prompt with an image"),
+        (TEMPLATE, "{% if %}", "makes no prompt with an image"),
+        (TEMPLATE, "user : {{ messages[0]['content'][1]['text'] }}", "makes no prompt with an image"),
+        ("adapter_config.json", {}, "merge it into the model"),
+    ],
+)
+def test_a_checkpoint_whose_parts_do_not_fit(
+    refused: Callable[..., str], copy: Path, file: str, change: Any, message: str
+) -> None:
+    if file == TEMPLATE:
+        (copy / file).write_text(change)
+    else:
+        known = json.loads((copy / file).read_text()) if (copy / file).exists() else {}
+        (copy / file).write_text(json.dumps(known | change))
+    assert message in refused(copy, "--recipe", "off")
+
+
+def test_a_sliding_window_bounds_the_prompt(tiny_path: Path, copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["text_config"] |= {"model_type": "mistral", "sliding_window": 80}
+    (copy / "config.json").write_text(json.dumps(config))
+    assert checkpoints.load(copy).max_positions == 80
+    assert checkpoints.load(tiny_path).max_positions == tiny.POSITIONS
+
+
+@pytest.mark.parametrize("prompt", [None, 3, "what is in this <image> ?"])
+def test_a_sample_that_makes_no_prompt(refused: Callable[..., str], copy: Path, prompt: Any) -> None:
+    line = json.dumps({"images": ["0.png"], "prompt": prompt})
+    (copy / "samples" / "samples.jsonl").write_text(line)
+    assert "prompt" in refused(copy, "--recipe", "light")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
@@ -139,6 +194,10 @@ def test_no_tokenizer(refused: Callable[..., str], copy: Path) -> None:
         ("[importance]\npool = 4", "pool must be odd"),
         ("[window]\nleast = 9\nmost = 8", "least <= most"),
         ("store = 'int3'", "store"),
+        ("[budget]\nkeep = nan", "budget.keep: expected a finite number, got nan"),
+        ("[budget]\nkv_bytes = inf", "expected a finite number, got inf"),
+        ("[window]\nshare = -inf", "expected a finite number"),
+        ("[int8]\nmargin = 1e30", "margin must be from 1 to 100"),
         ("store = [", "cannot be read"),
         ("\x00", "cannot be read"),
     ],
@@ -149,6 +208,21 @@ def test_a_wrong_recipe(refused: Callable[..., str], tiny_path: Path, tmp_path: 
     line = refused(tiny_path, "--recipe", file)
     assert message in line
     assert "mine.toml" in line
+
+
+@pytest.mark.parametrize(
+    "text", ["[budget]\nkeep = 1e9", "[budget]\nleast = 100000", "[window]\nleast = 1000\nmost = 1000"]
+)
+def test_a_cache_beyond_the_models_positions(
+    refused: Callable[..., str], tiny_path: Path, tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    assert f"the model has {tiny.POSITIONS} positions" in refused(tiny_path, "--recipe", tmp_path / "mine.toml")
+
+
+def test_two_recipes_of_one_name(refused: Callable[..., str], tiny_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "off.toml").write_text("")
+    assert "two recipes are called off" in refused(tiny_path, "--recipe", "off", "--recipe", tmp_path / "off.toml")
 
 
 def test_no_such_recipe(refused: Callable[..., str], tiny_path: Path) -> None:
@@ -165,7 +239,7 @@ def test_no_such_level(refused: Callable[..., str], tiny_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("length", [0, tiny.POSITIONS + 1])
+@pytest.mark.parametrize("length", [tiny.POSITIONS + 1, 10**9])
 def test_a_bucket_that_the_model_has_no_positions_for(
     refused: Callable[..., str], tiny_path: Path, length: int
 ) -> None:
@@ -174,10 +248,12 @@ def test_a_bucket_that_the_model_has_no_positions_for(
 
 
 def test_more_images_than_positions(refused: Callable[..., str], tiny_path: Path) -> None:
-    assert "smaller --images" in refused(tiny_path, "--recipe", "off", "--images", "99")
+    line = refused(tiny_path, "--recipe", "off", "--images", "1", "99")
+    assert "a prompt of 99 images and --text-tokens 24 takes" in line
+    assert f"the model has {tiny.POSITIONS} positions" in line
 
 
-@pytest.mark.parametrize("option", ["--images", "--text-tokens"])
+@pytest.mark.parametrize("option", ["--images", "--text-tokens", "--jobs", "--buckets"])
 def test_no_room_asked_for(refused: Callable[..., str], tiny_path: Path, option: str) -> None:
     assert "must be at least 1" in refused(tiny_path, "--recipe", "off", option, "0")
 
@@ -221,7 +297,8 @@ def test_a_build_that_fails_leaves_the_old_bundle(
 ) -> None:
     old = tmp_path / "out" / "bundle"
     old.mkdir(parents=True)
-    (old / bundle.CHECKSUM).write_text("a bundle's, be it damaged")
+    manifest = {"format": bundle.FORMAT, "files": {bundle.WEIGHTS: "a bundle's, be it damaged"}}
+    (old / bundle.MANIFEST).write_text(json.dumps(manifest))
     (old / bundle.WEIGHTS).write_bytes(b"weights")
     before = content(tmp_path / "out")
 

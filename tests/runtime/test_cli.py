@@ -109,7 +109,7 @@ def test_info_for_people(bundle_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["ask", "BUNDLE", "--backend", "trt", "what"], "backend trt cannot run here"),
         (["ask", "BUNDLE", "--max-new-tokens", "0", "what"], "max_new_tokens must be at least 1"),
         (["ask", "BUNDLE", "--max-new-tokens", "many", "what"], "invalid int value: 'many'"),
-        (["ask", "BUNDLE", "--threads", "-3", "what"], "threads must be at least 1"),
+        (["ask", "BUNDLE", "--threads", "-3", "what"], "threads must be from 1 to 256"),
         (["ask", "BUNDLE", "--question-later", "what"], "needs an image"),
         (["ask", "BUNDLE"], "arguments are required: question"),
         (["ask", "nowhere", "what"], "nowhere is not a folder"),

@@ -303,6 +303,12 @@ MISTAKES: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("no image at all", "what", [3], {}, "path, a PIL image or an array"),
     ("missing file", "what", ["nowhere.png"], {}, "nowhere.png: no such image file"),
     ("a folder", "what", ["/"], {}, "not a file"),
+    ("a name too long", "what", ["x" * 300 + ".png"], {}, "cannot be read"),
+    ("no name for a file", "what", ["a\0b"], {}, "cannot be read"),
+    ("bytes as images", "what", b"\x89PNG", {}, "images must be a list"),
+    ("no Unicode", "what \udcff", [image(0)], {}, "not valid Unicode"),
+    ("half a token wanted", "what", [image(0)], {"max_new_tokens": 2.5}, "must be a whole number, got 2.5"),
+    ("tokens in words", "what", [image(0)], {"max_new_tokens": "5"}, "must be a whole number, got '5'"),
 ]
 
 
@@ -326,9 +332,16 @@ def test_question_that_no_window_holds(bundle_path: Path) -> None:
         ask(vlm, "red " * 25, [image(0)], question_later=True)
 
 
-def test_wrong_level(bundle_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no level 'odd'.*choose loose, tight"):
-        runtime.open(bundle_path, level="odd")
+@pytest.mark.parametrize("threads", [0, -1, 257, 10**6, 2.5, "2", True])
+def test_wrong_threads(threads: Any, bundle_path: Path) -> None:
+    with pytest.raises(UserError, match="threads must be"):
+        runtime.open(bundle_path, threads=threads)
+
+
+@pytest.mark.parametrize("level", ["odd", ""])
+def test_wrong_level(level: str, bundle_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"no level '{level}'.*choose loose, tight"):
+        runtime.open(bundle_path, level=level)
 
 
 @pytest.mark.parametrize(

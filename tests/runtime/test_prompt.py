@@ -26,9 +26,10 @@ def model(**changes: Any) -> Model:
     values: dict[str, Any] = {
         "model_type": "llava", "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "hidden_size": 1,
         "vocab_size": 128, "max_positions": 1024, "image_token_id": 4, "image_tokens": 64, "bos_token_id": 1,
-        "eos_token_ids": [2], "embedding": Embedding(0, "float32", [128, 1]),
+        "eos_token_ids": [2],
     }  # fmt: skip
-    return Model(**values | changes)
+    values |= changes
+    return Model(**values, embedding=Embedding(0, "float32", [values["vocab_size"], 1]))
 
 
 def reader(folder: Path, source: Path = DEMO, template: str | None = None, **settings: Any) -> PromptReader:

@@ -1,0 +1,252 @@
+"""What a bundle says of itself: model, levels, graphs, plans and files. Saved as JSON, checked when loaded.
+
+numpy and the standard library only: export writes it, the runtime reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+
+FORMAT = "unicache-edge"
+VERSION = 1
+WEIGHTS = "weights.bin"
+DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, numpy dtype and static shape of a graph's input or output."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+    def __post_init__(self) -> None:
+        _check_tensor(f"tensor {self.name}", self.dtype, self.shape, DTYPES)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One static-shape ONNX graph of the bundle."""
+
+    kind: Literal["vision", "prefill", "decode", "compact"]
+    file: str
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
+
+    def expect(self, **shapes: list[int]) -> None:
+        """Raise a `ValueError` unless these inputs or outputs are there with these shapes."""
+        known = {spec.name: spec.shape for spec in (*self.inputs, *self.outputs)}
+        for name, shape in shapes.items():
+            if known.get(name) != shape:
+                raise ValueError(f"{self.file}: {name} should be {shape}, and is {known.get(name, 'missing')}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A TensorRT plan of one graph."""
+
+    graph: str
+    file: str
+    backend: str
+    version: str
+    compute_capabilities: list[str]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Graphs and sizes for prompts of up to `length` tokens (after visual-token pruning).
+
+    Attributes:
+        length: S, prompts are left-padded to it.
+        capacities: slots per KV head of each layer's store, C_l.
+        window: W, tokens kept in full precision.
+        recent: r, tokens that stay in the window when it is compacted.
+        prefill, decode, compact: names of the graphs; `compact` is empty when nothing is ever compacted.
+    """
+
+    length: int
+    capacities: list[int]
+    window: int
+    recent: int
+    prefill: str
+    decode: str
+    compact: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recent <= self.window or self.length < 1:
+            raise ValueError(f"needs a length and 0 <= recent <= window, got {self}")
+        if self.compact and self.recent == self.window:
+            raise ValueError(f"compacting must free slots: recent and window are both {self.window}")
+
+
+@dataclass(frozen=True)
+class Level:
+    """One compression level: a recipe made static.
+
+    Attributes:
+        recipe: the recipe's settings, as read from its TOML file.
+        visual_tokens: tokens kept of every image.
+        vision: name of the vision graph.
+        buckets: shortest first.
+    """
+
+    recipe: dict[str, Any]
+    visual_tokens: int
+    vision: str
+    buckets: list[Bucket]
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Where the token embedding table lies in `weights.bin`; [vocab_size, hidden_size]."""
+
+    offset: int
+    dtype: str
+    shape: list[int]
+
+    def __post_init__(self) -> None:
+        _check_tensor("embedding", self.dtype, self.shape, ("float32", "float16"))
+        if self.offset < 0 or len(self.shape) != 2:
+            raise ValueError(f"embedding must have an offset and two dimensions, got {self}")
+
+    @property
+    def end(self) -> int:
+        """Offset of the first byte behind the table."""
+        return self.offset + math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the runtime must know of the model."""
+
+    model_type: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    image_token_id: int
+    image_tokens: int
+    bos_token_id: int | None
+    eos_token_ids: list[int]
+    embedding: Embedding
+
+    def __post_init__(self) -> None:
+        sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "image_tokens")
+        if wrong := [name for name in (*sizes, "max_positions") if getattr(self, name) < 1]:
+            raise ValueError(f"{wrong[0]} must be at least 1, got {getattr(self, wrong[0])}")
+        if not 0 <= self.image_token_id < self.vocab_size:
+            raise ValueError(f"image token {self.image_token_id} is outside the vocabulary of {self.vocab_size}")
+        if self.embedding.shape != [self.vocab_size, self.hidden_size]:
+            raise ValueError(f"embedding {self.embedding.shape} is not [{self.vocab_size}, {self.hidden_size}]")
+
+    def kv_bytes(self, tokens: int, dtype: str = "float16") -> int:
+        """Bytes of an uncompressed KV cache of `tokens` tokens."""
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * np.dtype(dtype).itemsize
+        return tokens * per_token
+
+
+@dataclass(frozen=True)
+class File:
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole description of a bundle.
+
+    Attributes:
+        levels: name -> level, lightest first.
+        default_level: used when the caller names none.
+        graphs: name -> graph.
+        plans: TensorRT plans, one a graph and backend.
+        backends: backend -> note of the build (version, what was built, why not).
+        tools: versions of the packages that built it.
+        files: every file but the manifest, with its hash; filled in when the bundle is sealed.
+    """
+
+    model: Model
+    levels: dict[str, Level]
+    default_level: str
+    graphs: dict[str, Graph]
+    plans: list[Plan] = field(default_factory=list)
+    backends: dict[str, str] = field(default_factory=dict)
+    tools: dict[str, str] = field(default_factory=dict)
+    files: dict[str, File] = field(default_factory=dict)
+    format: str = FORMAT
+    version: int = VERSION
+
+    def check(self) -> None:
+        """Every name must lead somewhere, and every file that is opened must have its hash.
+
+        Raises:
+            ValueError: one does not.
+        """
+        if self.default_level not in self.levels:
+            raise ValueError(f"default level {self.default_level!r} is none of {', '.join(self.levels)}")
+        for name, level in self.levels.items():
+            if not level.buckets:
+                raise ValueError(f"level {name!r} has no buckets")
+            kept = level.visual_tokens
+            self._graph(level.vision, "vision").expect(visual_tokens=[1, kept, self.model.hidden_size], kept=[1, kept])
+            for bucket in level.buckets:
+                self._check_bucket(bucket)
+        for plan in self.plans:
+            if plan.graph not in self.graphs:
+                raise ValueError(f"plan {plan.file!r} is of an unknown graph {plan.graph!r}")
+        for name in self.files:
+            if not _is_inside(name):
+                raise ValueError(f"file name {name!r} leads out of the bundle")
+        for name in (*(graph.file for graph in self.graphs.values()), *(plan.file for plan in self.plans), WEIGHTS):
+            if name not in self.files:
+                raise ValueError(f"file {name!r} has no hash")
+        if self.model.embedding.end > self.files[WEIGHTS].bytes:
+            raise ValueError(f"the embedding table ends at {self.model.embedding.end}, behind the end of {WEIGHTS}")
+
+    def _check_bucket(self, bucket: Bucket) -> None:
+        """The graphs fit the model and each other: what prefill returns is what decode and compact take."""
+        m, length = self.model, bucket.length
+        if len(bucket.capacities) != m.num_layers or min(bucket.capacities) < 0:
+            raise ValueError(f"capacities {bucket.capacities} are not those of {m.num_layers} layers")
+        window = [m.num_layers, 1, m.num_kv_heads, bucket.window, m.head_dim]
+        prefill, decode = self._graph(bucket.prefill, "prefill"), self._graph(bucket.decode, "decode")
+        prefill.expect(embeddings=[1, length, m.hidden_size], positions=[1, length], kinds=[1, length])
+        prefill.expect(logits=[1, m.vocab_size], key_window=window, value_window=window)
+        decode.expect(embedding=[1, 1, m.hidden_size], position=[1, 1], logits=[1, m.vocab_size])
+        state = {spec.name: spec for spec in prefill.outputs}
+        token = ("embedding", "position")
+        for graph in (decode, self._graph(bucket.compact, "compact")) if bucket.compact else (decode,):
+            if strange := [s.name for s in graph.inputs if s.name not in token and state.get(s.name) != s]:
+                raise ValueError(f"{graph.file} takes {strange[0]}, which {prefill.file} does not return in that form")
+
+    def _graph(self, name: str, kind: str) -> Graph:
+        if name not in self.graphs or self.graphs[name].kind != kind:
+            raise ValueError(f"no {kind} graph of the name {name!r}")
+        return self.graphs[name]
+
+
+def _check_tensor(what: str, dtype: str, shape: list[int], dtypes: tuple[str, ...]) -> None:
+    if dtype not in dtypes:
+        raise ValueError(f"{what} has dtype {dtype!r}, which is none of {', '.join(dtypes)}")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{what} has a negative dimension: {shape}")
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a manifest's file name is a relative path that stays in the folder, on every system."""
+    path = PurePosixPath(name)
+    strange = any(c in name for c in "\\:\0")  # separators and drives of other systems
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and not strange

@@ -1,0 +1,24 @@
+"""Every script says what to type where the packages are missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in SCRIPTS.glob("*.py") if p.name != "installed.py"))
+def test_missing_packages_are_one_line(script: str) -> None:
+    # -I -S: no site-packages, as with a Python that has nothing installed; it also takes the script's folder away.
+    code = f"import sys, runpy; sys.path.insert(0, {str(SCRIPTS)!r}); sys.argv = ['x', 'nowhere']; "
+    code += f"runpy.run_path({str(SCRIPTS / script)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ")
+    if script != "ask_easy_vqa.py":  # which needs nothing but the runtime before it opens the bundle
+        assert ". .venv/bin/activate" in done.stderr
