@@ -144,7 +144,7 @@ STEEP = {"shallow_rate": 0.75, "deep_rate": 0.3}
     [
         ({"method": "measured", "shares": [1.0, 2.0]}, "2 values, the model 3 layers"),
         ({"method": "measured", "shares": [1.0, 0.0, 2.0]}, "above 0"),
-        ({"method": "measured", "shares": [1.0, float("inf"), 2.0]}, "above 0"),
+        ({"method": "measured", "shares": [1.0, float("inf"), 2.0]}, "expected a finite number"),
         ({"method": "pyramid", "entropy": [1.0] * 4}, "4 values, the model 3 layers"),
         ({"method": "measured"}, "missing key 'shares'"),
         ({"method": "anchor-map", "kind": "other"}, "none of 'understanding', 'generation'"),
