@@ -52,7 +52,7 @@ def arguments() -> argparse.ArgumentParser:
         action="append",
         metavar="NAME|FILE",
         help=f"a compression level: {presets}, or a .toml file; repeat for several levels in one bundle, lightest "
-        f"first (default: {', '.join(DEFAULT_RECIPES)})",
+        f"first (default: {', '.join(DEFAULT_RECIPES)}). CHECKPOINT/recipes/NAME.toml is taken before a preset",
     )
     parser.add_argument(
         "--level", help="level used when the caller names none (default: balanced if it is there, else the first)"
@@ -125,7 +125,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
 
     console = Console(highlight=False)
     levels: dict[str, Recipe] = {}
-    for recipe in map(recipes.load, args.recipe or DEFAULT_RECIPES):
+    for recipe in (recipes.load(name, args.checkpoint) for name in args.recipe or DEFAULT_RECIPES):
         if levels.setdefault(recipe.name, recipe) is not recipe:
             raise UserError(f"two recipes are called {recipe.name}: a level is named by its recipe, rename one file")
     default = args.level or ("balanced" if "balanced" in levels else next(iter(levels)))

@@ -93,19 +93,25 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
+def find(name: str, checkpoint: Path | None) -> Path:
+    """The file of a recipe called by name: tuned for this checkpoint and lying beside its weights, or the preset's."""
+    own = [checkpoint / "recipes" / f"{name}.toml"] if checkpoint else []
+    return next((path for path in own if path.is_file()), PRESETS / f"{name}.toml")
+
+
 def presets() -> list[str]:
     return sorted(p.stem for p in PRESETS.glob("*.toml"))
 
 
-def load(name_or_file: str) -> Recipe:
-    """Load a preset by name or a recipe by its file.
+def load(name_or_file: str, checkpoint: Path | None = None) -> Recipe:
+    """Load a recipe by its file or by name: the checkpoint's own (`CHECKPOINT/recipes/NAME.toml`), else the preset.
 
     Raises:
         UserError: no such recipe, no valid TOML, an unknown or ill-typed key.
     """
     path = Path(name_or_file)
     if path.suffix != ".toml":
-        path = PRESETS / f"{name_or_file}.toml"
+        path = find(name_or_file, checkpoint)
         if not path.is_file():
             raise UserError(f"no recipe {name_or_file!r}: presets are {', '.join(presets())}, or give a .toml file")
     try:
