@@ -52,9 +52,9 @@ def plan_levels(
     levels = {}
     for name, recipe in recipes.items():
         tokens = recipe.perception.count(checkpoint.image_tokens)
-        # Levels that choose the same tokens, or keep them all, share a graph, named after the first of them.
-        choice = str(recipe.settings()["perception"]) if tokens < checkpoint.image_tokens else "all"
-        vision = visions.setdefault(choice, f"{name}.vision_{tokens}")
+        # Levels that keep all tokens share a graph; so do those that choose the same, named after the first of them.
+        choice, own = str(recipe.settings()["perception"]), f"{name}.vision_{tokens}"
+        vision = visions.setdefault(choice, own) if tokens < checkpoint.image_tokens else f"vision_{tokens}"
         add(vision, partial(Vision, checkpoint.encoder, recipe, *checkpoint.pixel_size))
         known = statistics if recipe.store == "int8" else None
         sized = []

@@ -85,7 +85,7 @@ def test_levels_share_a_vision_graph_if_they_choose_alike(checkpoint: Checkpoint
     recipes = {name: tiny.recipe(name=name, perception=table) for name, table in tables.items()}
     levels, makers = plan_levels(checkpoint, recipes, {name: [64] for name in recipes}, None)
     assert [level.vision for level in levels.values()] == [
-        "off.vision_16", "off.vision_16", "half.vision_8", "half_too.vision_8", "half.vision_8", "cover.vision_8",
+        "vision_16", "vision_16", "half.vision_8", "half_too.vision_8", "half.vision_8", "cover.vision_8",
         "cover_more.vision_8",
     ]  # fmt: skip
     for name, level in levels.items():
