@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,18 @@ def model_inputs(processor: Any, sample: Sample) -> dict[str, Any]:
     Raises:
         UserError: an image is damaged, or the processor refuses the prompt.
     """
-    images = [_image(path) for path in sample.images] or None
-    content = [{"type": "image"} for _ in sample.images] + [{"type": "text", "text": sample.prompt}]
+    images = [_image(path) for path in sample.images]
     try:
-        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        return dict(processor(images=images, text=text, return_tensors="pt"))
+        return processed(processor, sample.prompt, images)
     except Exception as error:  # for example an image token in the prompt's text
         raise UserError(f"sample {sample.prompt!r} makes no prompt: {one_line(error)}") from error
+
+
+def processed(processor: Any, question: str, images: Sequence[Image.Image]) -> dict[str, Any]:
+    """The Hugging Face processor's tensors for images and a question after them as a user message, batch 1."""
+    content = [{"type": "image"} for _ in images] + [{"type": "text", "text": question}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    return dict(processor(images=list(images) or None, text=text, return_tensors="pt"))
 
 
 def _image(path: Path) -> Image.Image:

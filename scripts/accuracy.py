@@ -39,6 +39,7 @@ from demo_vlm import suites as held_out
 from demo_vlm.suites import Item, blind_accuracy
 from engines import bundle as bundles
 from engines.errors import Parser, UserError, command, positive
+from reporting import binomial_error, check_folder, choice, markdown, write
 
 if TYPE_CHECKING:
     from runtime.model import VLM
@@ -88,8 +89,7 @@ class Cell:
 
     @property
     def standard_error(self) -> float:
-        """Binomial. Questions about the same image are counted as independent."""
-        return sqrt(self.accuracy * (1 - self.accuracy) / len(self.outcomes))
+        return binomial_error(self.accuracy, len(self.outcomes))
 
     @property
     def change(self) -> tuple[float, float] | None:
@@ -252,10 +252,7 @@ def table(cells: list[Cell]) -> str:
                 f"{max(cell.kv_ratios):.3f}",
             ]
         rows.append([cell.suite, cell.regime, cell.level, *asked, f"{100 * cell.blind:.1f}"])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    return "\n".join([*lines, "", LEGEND, *notes])
+    return "\n".join([*markdown(rows), "", LEGEND, *notes])
 
 
 def report(cells: list[Cell], bundle: bundles.Bundle, seconds: float) -> dict[str, Any]:
@@ -270,22 +267,6 @@ def report(cells: list[Cell], bundle: bundles.Bundle, seconds: float) -> dict[st
         "seconds": round(seconds, 1),
         "cells": [cell.as_json() for cell in cells],
     }
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def _choice(text: str, known: Sequence[str], what: str) -> list[str]:
-    """The names in a comma-separated list, each checked."""
-    names = [name for name in text.split(",") if name]
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"no {what} {unknown[0]!r}: choose from {','.join(known)}")
-    if not names:
-        raise UserError(f"no {what} given: choose from {','.join(known)}")
-    return list(dict.fromkeys(names))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -306,13 +287,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _arguments(argv)
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise UserError(f"{arguments.json.parent} is not a folder: make it, or give another --json")
+    check_folder(arguments.json, "--json")
     bundle = bundles.read(Path(arguments.bundle))
     known = list(bundle.manifest.levels)
-    levels = known if arguments.levels is None else _choice(arguments.levels, known, "level")
-    regimes = _choice(arguments.regimes, list(REGIMES), "regime")
-    names = _choice(arguments.suites, held_out.NAMES, "suite")
+    levels = known if arguments.levels is None else choice(arguments.levels, known, "level")
+    regimes = choice(arguments.regimes, list(REGIMES), "regime")
+    names = choice(arguments.suites, held_out.NAMES, "suite")
 
     started = time.perf_counter()
     opener = partial(open_level, arguments.bundle, arguments.backend)
@@ -321,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(table(cells))
     print(f"{sum(len(cell.outcomes) for cell in cells)} questions, {seconds:.0f} s, {arguments.processes} processes")
     if arguments.json is not None:
-        _write(arguments.json, report(cells, bundle, seconds))
+        write(arguments.json, json.dumps(report(cells, bundle, seconds), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ from PIL import Image
 from torch import Tensor
 from transformers import CLIPVisionConfig, GenerationConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from calibration.samples import FILE
+from calibration import evaluate
+from calibration.samples import FILE, processed
 from demo_vlm.saving import build_processor
 from demo_vlm.vocabulary import TOKEN_IDS
+from engines.bundle import TensorSpec
 from engines.config import parse
 from export.checkpoint import Checkpoint
-from export.compress import KeyStatistics
-from export.graphs import NEW, Compact, Decode, Decoder, Prefill, State
+from export.graphs import NEW, Compact, Decode, Prefill
 from export.recipe import Recipe
-from export.stages.tokens import PADDING, TEXT, VISUAL
 
 IMAGE_SIZE, PATCH = 64, 16
 IMAGE_TOKENS = (IMAGE_SIZE // PATCH) ** 2
@@ -103,26 +103,17 @@ def recipe(**tables: Any) -> Recipe:
     return parse(Recipe, defaults, "test")
 
 
-class Prompt:
-    """A prompt as the graphs and as Hugging Face take it: token ids, pixels, merged embeddings, positions, kinds."""
+class Prompt(evaluate.Prompt):
+    """A prompt as the graphs and as Hugging Face take it: also with token ids and pixels."""
 
     def __init__(self, checkpoint: Checkpoint, question: str, images: Sequence[np.ndarray] = ()):
-        content = [{"type": "image"} for _ in images] + [{"type": "text", "text": question}]
-        template = checkpoint.processor.apply_chat_template
-        text = template([{"role": "user", "content": content}], add_generation_prompt=True)
-        pictures = [Image.fromarray(image) for image in images] or None
-        self.inputs = dict(checkpoint.processor(images=pictures, text=text, return_tensors="pt"))
+        self.inputs = processed(checkpoint.processor, question, [Image.fromarray(image) for image in images])
         self.inputs.pop("mm_token_type_ids", None)
         self.ids: Tensor = self.inputs["input_ids"][0]
-        visual = self.ids == checkpoint.image_token_id
-        self.embeddings = checkpoint.embedding[self.ids].clone()
-        if images:
-            with torch.no_grad():
-                self.embeddings[visual] = torch.cat(
-                    [checkpoint.encoder(p[None])[0] for p in self.inputs["pixel_values"]]
-                )
-        self.positions = torch.arange(len(self.ids))
-        self.kinds = torch.where(visual, VISUAL, TEXT)
+        self._take(evaluate.prompt_of(checkpoint, self.inputs))
+
+    def _take(self, rows: evaluate.Prompt) -> None:
+        super().__init__(rows.embeddings, rows.kinds, rows.positions)
 
     @classmethod
     def of_ids(cls, checkpoint: Checkpoint, ids: list[int]) -> Prompt:
@@ -130,99 +121,27 @@ class Prompt:
         prompt = object.__new__(cls)
         prompt.ids = torch.tensor(ids)
         prompt.inputs = {"input_ids": prompt.ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
-        prompt.embeddings, prompt.positions = checkpoint.embedding[prompt.ids], torch.arange(len(ids))
-        prompt.kinds = torch.full((len(ids),), TEXT)
+        prompt._take(evaluate.prompt_of(checkpoint, prompt.inputs))
         return prompt
-
-    def __len__(self) -> int:
-        return len(self.positions)
 
     def only(self, rows: Tensor) -> Prompt:
         """The prompt with some of its rows, at their original positions."""
         fewer = object.__new__(Prompt)
         fewer.inputs, fewer.ids = self.inputs, self.ids
-        fewer.embeddings, fewer.positions, fewer.kinds = self.embeddings[rows], self.positions[rows], self.kinds[rows]
+        fewer._take(evaluate.Prompt(self.embeddings[rows], self.kinds[rows], self.positions[rows]))
         return fewer
 
 
-class Driver:
-    """Runs prefill, decode and compact modules as the runtime runs their graphs, on a batch of prompts.
-
-    Attributes:
-        tensors: the state by name.
-        count: window slots in use.
-        compactions: so far.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        recipe: Recipe,
-        length: int,
-        batch: int = 1,
-        statistics: list[KeyStatistics] | None = None,
-    ):
-        self.state = State(decoder, recipe, length, batch)
-        self.graphs = {
-            kind: kind(self.state, statistics).eval()
-            for kind in (Prefill, Decode, *([Compact] if self.state.compacts else []))
-        }
-        self.tensors: dict[str, Tensor] = {}
-        self.count = self.compactions = 0
+class Driver(evaluate.Eager):
+    """The evaluator of recipes, checking that all that goes in and comes out is as the graphs promise."""
 
     def run(self, kind: type[Prefill] | type[Decode] | type[Compact], feeds: dict[str, Tensor]) -> dict[str, Tensor]:
-        graph = self.graphs[kind]
-        for spec in graph.inputs.values():
-            assert (list(feeds[spec.name].shape), str(feeds[spec.name].dtype)) == (spec.shape, f"torch.{spec.dtype}")
-        with torch.no_grad():
-            results = graph(*(feeds[spec.name] for spec in graph.inputs.values()))
-        return dict(zip(graph.outputs, results, strict=True))
-
-    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Logits [batch, vocab_size] of the prompts' last tokens."""
-        shape, size = (len(prompts), self.state.length), prompts[0].embeddings.shape[1]
-        feeds = {
-            "embeddings": torch.zeros(*shape, size),
-            "positions": torch.zeros(shape, dtype=torch.int32),
-            "kinds": torch.full(shape, PADDING, dtype=torch.int32),
-        }
-        for i, prompt in enumerate(prompts):
-            for name, rows in (
-                ("embeddings", prompt.embeddings),
-                ("positions", prompt.positions),
-                ("kinds", prompt.kinds),
-            ):
-                feeds[name][i, -len(prompt) :] = rows
-        out = self.run(Prefill, feeds)
-        logits = out.pop("logits")
-        self.tensors, self.count = out, self.state.recent
-        for name, spec in self.state.specs().items():
-            assert (list(out[name].shape), str(out[name].dtype)) == (spec.shape, f"torch.{spec.dtype}"), name
-        return logits
-
-    def compact(self) -> None:
-        replaced = self.run(Compact, self.tensors)
-        self.tensors = {name.removeprefix(NEW): tensor for name, tensor in replaced.items()}
-        self.count, self.compactions = self.state.recent, self.compactions + 1
-
-    def decode(self, embedding: Tensor, positions: Sequence[int]) -> Tensor:
-        """Logits [batch, vocab_size] after one more token each; embedding [batch, hidden_size]."""
-        position = torch.tensor(positions, dtype=torch.int32)[:, None]
-        out = self.run(Decode, {**self.tensors, "embedding": embedding[:, None], "position": position})
-        for name, tensor in out.items():
-            if name.removeprefix(NEW) in self.tensors:
-                self.tensors[name.removeprefix(NEW)] = tensor
-        slot, t = self.count, self.tensors
-        t["key_window"][:, :, :, slot] = out["new_key"][:, :, :, 0]
-        t["value_window"][:, :, :, slot] = out["new_value"][:, :, :, 0]
-        if self.state.compacts:
-            t["window_mass"][..., slot] = out["new_mass"][..., 0]
-        t["window_bias"][:, slot] = 0
-        t["window_positions"][:, slot] = position[:, 0]
-        if "window_kinds" in t:
-            t["window_kinds"][:, slot] = TEXT
-        self.count += 1
-        return out["logits"]
+        for spec in self.graphs[kind].inputs.values():
+            _check(feeds[spec.name], spec)
+        out = super().run(kind, feeds)
+        for name, spec in self.state.specs().items() if kind is not Decode else ():
+            _check(out[name if kind is Prefill else NEW + name], spec)
+        return out
 
     def visible(self, layer: int, item: int = 0) -> list[set[int]]:
         """Original positions in store and window, one set a KV head: what the next decode step attends to."""
@@ -237,6 +156,10 @@ class Driver:
             assert not window & set(store)
             found.append(window - {-1} | set(store))
         return found
+
+
+def _check(tensor: Tensor, spec: TensorSpec) -> None:
+    assert (list(tensor.shape), str(tensor.dtype)) == (spec.shape, f"torch.{spec.dtype}"), spec.name
 
 
 def greedy(
@@ -257,7 +180,7 @@ def greedy(
     tokens = [logits[0].argmax(-1)]
     for step in range(steps - 1):
         fed = tokens[-1] if forced is None else forced[:, step]
-        if driver.count == driver.state.window:
+        if driver.full:
             driver.compact()
         before_decode(step)
         # The next token's position continues the prompt as it was before any of its tokens was pruned.

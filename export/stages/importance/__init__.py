@@ -6,6 +6,7 @@ from export.stages.importance.frequency import Frequency
 from export.stages.importance.h2o import H2O
 from export.stages.importance.keydiff import KeyDiff
 from export.stages.importance.knorm import KNorm
+from export.stages.importance.random import Random
 from export.stages.importance.signals import Signals
 from export.stages.importance.snapkv import SnapKV
 from export.stages.importance.streaming_llm import StreamingLLM
@@ -24,4 +25,5 @@ Methods = (
     | KNorm
     | ValueNorm
     | StreamingLLM
+    | Random
 )

@@ -15,7 +15,7 @@ from engines.config import parse
 from engines.errors import UserError
 from export.recipe import Recipe
 from export.stages import importance
-from export.stages.importance import Decayed, ExpectedAttention, Frequency, Signals, SnapKV, VLCache
+from export.stages.importance import Decayed, ExpectedAttention, Frequency, Random, Signals, SnapKV, VLCache
 from export.stages.importance.importance import Importance
 from export.stages.tokens import PADDING, Tokens
 from tests.export.stages.prompts import Prompt, prompts
@@ -160,6 +160,7 @@ def test_snapkv_is_the_default() -> None:
         (Frequency, "window", 0),
         (ExpectedAttention, "future", 0),
         (ExpectedAttention, "sinks", -1),
+        (Random, "seed", -1),
     ],
 )
 def test_importance_refuses(method: type[Importance], field: str, value: float) -> None:

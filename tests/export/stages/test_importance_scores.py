@@ -15,6 +15,7 @@ from export.stages.importance import (
     Frequency,
     KeyDiff,
     KNorm,
+    Random,
     Signals,
     SnapKV,
     StreamingLLM,
@@ -124,3 +125,32 @@ def test_signals_lift_visual_tokens_to_the_texts_level() -> None:
     score = Signals(pool=1, recency=0.0)(tokens, 0.5)[0, 0]
     assert score.argsort(descending=True).tolist()[0] == 2
     torch.testing.assert_close(score, torch.tensor([0.4, 0.2, 0.7, 0.35, 0.0, 0.4]))
+
+
+@given(seed=seeds, heads=st.integers(1, 4), more=st.integers(1, 3), start=st.integers(0, 40_000))
+def test_random_is_of_position_head_and_seed_alone(seed: int, heads: int, more: int, start: int) -> None:
+    def at(positions: torch.Tensor, heads: int, seed: int = seed) -> np.ndarray:
+        tokens = tokens_of(torch.randn(2, heads, len(positions), 4), torch.randn(2, heads, len(positions), 4))
+        tokens.positions = positions.to(torch.int32).expand(tokens.mass.shape)
+        return Random(seed=seed)(tokens, 0.5).numpy()
+
+    positions = start + torch.arange(200)
+    score = at(positions, heads)
+    assert (score[0] == score[1]).all()
+    assert (at(positions.flip(0), heads)[..., ::-1] == score).all()  # wherever the tokens are
+    assert (at(positions[::3], heads + more)[:, :heads] == score[..., ::3]).all()
+    assert all(len(set(head)) == 200 for head in score[0].tolist())
+    assert (at(positions, heads, seed + 1) != score).any()
+
+
+def test_random_is_fair() -> None:
+    """Kept or not is a fair lot for every position, and independent of the neighbour's."""
+    tokens = tokens_of(torch.zeros(1, 4, 96, 4), torch.zeros(1, 4, 96, 4))
+    kept = np.concatenate([_best(Random(seed=seed)(tokens, 0.5)[0], 24) for seed in range(250)])  # [1000, 96]
+    assert abs(kept.mean(axis=0) - 0.25).max() < 4.5 * (0.25 * 0.75 / len(kept)) ** 0.5
+    pairs = (kept[:, 1:] & kept[:, :-1]).mean()
+    assert abs(pairs - 24 * 23 / (96 * 95)) < 0.005
+
+
+def _best(score: torch.Tensor, count: int) -> np.ndarray:
+    return torch.zeros(score.shape, dtype=torch.bool).scatter(1, score.topk(count).indices, True).numpy()

@@ -1,0 +1,167 @@
+"""Run a recipe without exporting it: the graph modules, driven in PyTorch as the runtime drives their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from export.checkpoint import Checkpoint
+from export.compress import KeyStatistics
+from export.graphs import NEW, Compact, Decode, Decoder, Prefill, State
+from export.recipe import Recipe
+from export.stages.tokens import PADDING, TEXT, VISUAL
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt as prefill takes it, without padding.
+
+    Attributes:
+        embeddings: of its tokens, visual ones in their places, [tokens, hidden_size], float32.
+        kinds: TEXT or VISUAL, [tokens].
+        positions: original positions, [tokens]; 0, 1, ... unless visual tokens were pruned.
+    """
+
+    embeddings: Tensor
+    kinds: Tensor
+    positions: Tensor
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+def prompt_of(checkpoint: Checkpoint, inputs: dict[str, Any]) -> Prompt:
+    """The prompt that the processor's tensors (`samples.processed`, batch 1) describe, with every visual token."""
+    ids: Tensor = inputs["input_ids"][0]
+    visual = ids == checkpoint.image_token_id
+    embeddings = checkpoint.embedding[ids].clone()
+    if visual.any():
+        with torch.no_grad():
+            encoded = [checkpoint.encoder(pixels[None])[0] for pixels in inputs["pixel_values"]]
+        embeddings[visual] = torch.cat(encoded)
+    return Prompt(embeddings, torch.where(visual, VISUAL, TEXT), torch.arange(len(ids)))
+
+
+class Eager:
+    """A recipe at one bucket, run on a batch of prompts. `perception` is not applied: prompts come as they are.
+
+    Attributes:
+        tensors: the KV state by name, as `State.specs` says; empty before `prefill`.
+        count: window slots in use.
+        compactions: since `prefill`.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        recipe: Recipe,
+        length: int,
+        batch: int = 1,
+        statistics: list[KeyStatistics] | None = None,
+    ):
+        """
+        Args:
+            length: the bucket; prompts are padded to it on the left.
+            statistics: of the keys, one a layer; an int8 store needs them.
+        """
+        self.state = State(decoder, recipe, length, batch)
+        self.graphs = {
+            kind: kind(self.state, statistics).eval()
+            for kind in (Prefill, Decode, *([Compact] if self.state.compacts else []))
+        }
+        self.tensors: dict[str, Tensor] = {}
+        self.count = self.compactions = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the window must be compacted before the next token."""
+        return self.count == self.state.window
+
+    def run(self, kind: type[Prefill] | type[Decode] | type[Compact], feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a graph returns, by name; `feeds` may hold more than its inputs."""
+        graph = self.graphs[kind]
+        with torch.no_grad():
+            results = graph(*(feeds[spec.name] for spec in graph.inputs.values()))
+        return dict(zip(graph.outputs, results, strict=True))
+
+    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Read `batch` prompts; logits of their last tokens, [batch, vocab_size]."""
+        state = self.state
+        if (longest := max(map(len, prompts))) > state.length:
+            raise ValueError(f"a prompt of {longest} tokens does not fit a bucket of {state.length}")
+        shape = (state.batch, state.length)
+        embeddings = torch.zeros(*shape, state.decoder.hidden_size)
+        positions = torch.zeros(shape, dtype=torch.int32)
+        kinds = torch.full(shape, PADDING, dtype=torch.int32)
+        for row, prompt in enumerate(prompts):
+            embeddings[row, -len(prompt) :] = prompt.embeddings
+            positions[row, -len(prompt) :] = prompt.positions
+            kinds[row, -len(prompt) :] = prompt.kinds
+        out = self.run(Prefill, {"embeddings": embeddings, "positions": positions, "kinds": kinds})
+        logits = out.pop("logits")
+        self.tensors, self.count, self.compactions = out, state.recent, 0
+        return logits
+
+    def compact(self) -> None:
+        """Move the older part of the window into the store."""
+        replaced = self.run(Compact, self.tensors)
+        self.tensors = {name.removeprefix(NEW): tensor for name, tensor in replaced.items()}
+        self.count, self.compactions = self.state.recent, self.compactions + 1
+
+    def decode(self, embedding: Tensor, positions: Sequence[int]) -> Tensor:
+        """Logits [batch, vocab_size] after one more token each; embedding [batch, hidden_size]."""
+        position = torch.tensor(positions, dtype=torch.int32)[:, None]
+        out = self.run(Decode, {**self.tensors, "embedding": embedding[:, None], "position": position})
+        for name, tensor in out.items():
+            if name.removeprefix(NEW) in self.tensors:
+                self.tensors[name.removeprefix(NEW)] = tensor
+        slot, t = self.count, self.tensors
+        t["key_window"][:, :, :, slot] = out["new_key"][:, :, :, 0]
+        t["value_window"][:, :, :, slot] = out["new_value"][:, :, :, 0]
+        if self.state.compacts:
+            t["window_mass"][..., slot] = out["new_mass"][..., 0]
+        t["window_bias"][:, slot] = 0
+        t["window_positions"][:, slot] = position[:, 0]
+        if "window_kinds" in t:
+            t["window_kinds"][:, slot] = TEXT
+        self.count += 1
+        return out["logits"]
+
+    def generate(
+        self, prompts: Sequence[Prompt], embedding: Tensor, most: int, ends: Collection[int] = ()
+    ) -> list[list[int]]:
+        """Greedy answers, until each has ended or a window that is never compacted is full.
+
+        Args:
+            prompts: 1 to `batch`; missing ones are filled up and not returned.
+            embedding: of every token id, [vocab_size, hidden_size].
+            most: tokens of an answer, at most.
+            ends: ids that end an answer.
+
+        Returns:
+            Token ids of every prompt's answer, up to and with the one that ends it.
+        """
+        if not 1 <= len(prompts) <= self.state.batch:
+            raise ValueError(f"{len(prompts)} prompts do not fit a batch of {self.state.batch}")
+        filled = [*prompts, *[prompts[-1]] * (self.state.batch - len(prompts))]
+        tokens = [self.prefill(filled).argmax(dim=-1)]
+        ended = torch.isin(tokens[0], torch.tensor([*ends]))
+        while len(tokens) < most and not ended.all():
+            if self.full and not self.state.compacts:
+                break
+            if self.full:
+                self.compact()
+            # Answers go on from the prompt's last position, also where tokens before it were pruned.
+            positions = [int(prompt.positions[-1]) + len(tokens) for prompt in filled]
+            tokens.append(self.decode(embedding[tokens[-1]], positions).argmax(dim=-1))
+            ended |= torch.isin(tokens[-1], torch.tensor([*ends]))
+        return [_until(row, ends) for row in torch.stack(tokens, dim=1)[: len(prompts)].tolist()]
+
+
+def _until(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """The tokens up to and with the first that ends the answer."""
+    return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens)) + 1]

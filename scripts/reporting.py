@@ -1,0 +1,46 @@
+"""What the measuring scripts share: a comma-separated option, a Markdown table, a file written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import sqrt
+from pathlib import Path
+
+from engines.errors import UserError
+
+
+def choice(text: str, known: Sequence[str], what: str) -> list[str]:
+    """The names in a comma-separated list, each checked."""
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"no {what} {unknown[0]!r}: choose from {','.join(known)}")
+    if not names:
+        raise UserError(f"no {what} given: choose from {','.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; the first row is its header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return lines
+
+
+def binomial_error(share: float, count: int) -> float:
+    """One standard error of a share of `count` questions, taken as independent though some are about one image."""
+    return sqrt(share * (1 - share) / count)
+
+
+def check_folder(file: Path | None, option: str) -> None:
+    """Refuse, before anything is measured, a file whose folder does not exist."""
+    if file is not None and not file.parent.is_dir():
+        raise UserError(f"{file.parent} is not a folder: make it, or give another {option}")
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file atomically."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
