@@ -22,7 +22,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
@@ -120,8 +120,7 @@ def _irreplaceable(out: Path) -> str:
     """Why removing `out` could lose something: it is no empty folder, and not only a bundle, be it damaged."""
     if not out.is_dir():
         return "is not a bundle"
-    there = {p.relative_to(out).as_posix() for p in out.rglob("*") if not p.is_dir()}
-    if not there:
+    if not any(out.iterdir()):
         return ""
     try:
         data = json.loads((out / MANIFEST).read_bytes())
@@ -130,7 +129,8 @@ def _irreplaceable(out: Path) -> str:
         known = set()
     if not known:
         return "is not a bundle"
-    strange = sorted(there - known)
+    folders = {parent.as_posix() for name in known for parent in PurePosixPath(name).parents}
+    strange = sorted({p.relative_to(out).as_posix() for p in out.rglob("*")} - known - folders)
     return f"holds {strange[0]}, which no build has put there" if strange else ""
 
 

@@ -81,6 +81,8 @@ def parse(kind: type[T], data: Any, where: str) -> T:
         if not math.isfinite(number):  # TOML and Python's JSON know inf and nan, and no setting is meant by them
             raise UserError(f"{where}: expected a finite number, got {data!r}")
         return number  # type: ignore[return-value]
+    if kind is int and isinstance(data, int) and abs(data) >= 2**53:  # no size, count or offset that anybody has
+        raise UserError(f"{where}: expected a smaller number, got {data}")
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
         raise UserError(f"{where}: expected {kind.__name__}, got {data!r}")
     return data

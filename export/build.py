@@ -206,7 +206,7 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
         text = checkpoint.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True
         )
-        tokens = len(checkpoint.processor.tokenizer.tokenize(text))
+        tokens = len(checkpoint.processor.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
         tokens += images * (checkpoint.image_tokens - 1 - pruned) + args.text_tokens
         lengths.append(-(-tokens // ROUND) * ROUND)
         if lengths[-1] > limit and (args.images or images == 1):

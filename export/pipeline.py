@@ -114,7 +114,11 @@ def export_graphs(
                 exported = future.result()
                 made[exported.name] = exported
                 done(exported)
-        except BrokenProcessPool:
+        except BaseException as error:
+            for worker in multiprocessing.active_children():
+                worker.kill()  # else an interrupt or SIGTERM waits for the graphs in work, however long they take
+            if not isinstance(error, BrokenProcessPool):
+                raise
             raise UserError("a worker that exports died, probably for lack of memory: try --jobs 1") from None
         finally:
             pool.shutdown(cancel_futures=True)

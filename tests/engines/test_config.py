@@ -39,6 +39,7 @@ class Outer:
 
 MINIMAL: dict[str, Any] = {"name": "x", "kind": "a", "inner": {"size": 1}}
 
+sizes = st.integers(1 - 2**53, 2**53 - 1)
 inners = st.builds(Inner, st.integers(0, 9), st.floats(0, 1))
 outers = st.builds(
     Outer,
@@ -48,8 +49,8 @@ outers = st.builds(
     st.none() | inners,
     st.lists(inners),
     st.dictionaries(st.text(), st.lists(st.floats(allow_nan=False, allow_infinity=False))),
-    st.lists(st.integers()).map(tuple),
-    st.none() | st.integers() | st.lists(st.text()),
+    st.lists(sizes).map(tuple),
+    st.none() | sizes | st.lists(st.text()),
     st.booleans(),
 )
 

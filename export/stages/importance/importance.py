@@ -124,8 +124,8 @@ class Windowed(Importance):
 
     def __post_init__(self) -> None:
         at_least_one("window", self.window)
-        if self.pool < 1 or self.pool % 2 == 0:
-            raise ValueError(f"pool must be odd, got {self.pool}")
+        if not 1 <= self.pool < 1000 or self.pool % 2 == 0:
+            raise ValueError(f"pool must be odd and below 1000, got {self.pool}")
 
     def observers(self, length: int) -> int:
         return min(self.window, length)

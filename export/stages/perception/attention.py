@@ -41,8 +41,11 @@ class Attention(Guided):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.temperature <= 0 or self.centre < 0 or self.detail < 0:
-            raise ValueError("temperature must be above 0, centre and detail at least 0")
+        if not (1e-3 <= self.temperature <= 1e3 and 0 <= self.centre <= 1e3 and 0 <= self.detail <= 1e3):
+            raise ValueError(
+                "temperature must be from 0.001 to 1000, centre and detail from 0 to 1000, "
+                f"got {self.temperature}, {self.centre} and {self.detail}"
+            )
 
     def choose(self, features: Tensor, count: int, question: Tensor, asked: Tensor) -> Tensor:
         features = features.float()

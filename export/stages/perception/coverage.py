@@ -35,8 +35,9 @@ class Coverage(Guided):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.text_temperature, self.visual_temperature, self.alpha) <= 0:
-            raise ValueError("text_temperature, visual_temperature and alpha must be above 0")
+        knobs = (self.text_temperature, self.visual_temperature, self.alpha)
+        if not all(1e-3 <= knob <= 1e3 for knob in knobs):  # float32 resolves no more
+            raise ValueError(f"text_temperature, visual_temperature and alpha must be from 0.001 to 1000, got {knobs}")
 
     def choose(self, features: Tensor, count: int, question: Tensor, asked: Tensor) -> Tensor:
         visual, text = normalize(features.float(), dim=2), normalize(question.float(), dim=2)
