@@ -136,6 +136,8 @@ def build(args: argparse.Namespace, folder: Path) -> None:
 
     checkpoint = checkpoints.load(args.checkpoint)
     buckets = {name: bucket_lengths(args, checkpoint, recipe) for name, recipe in levels.items()}
+    for name, recipe in levels.items():
+        _check_sizes(recipe, checkpoint, buckets[name])
     console.print(_describe(checkpoint))
 
     statistics = None
@@ -145,8 +147,6 @@ def build(args: argparse.Namespace, folder: Path) -> None:
             task = bar.add_task(f"calibrating keys on {len(known)} samples", total=len(known))
             statistics = keys.key_statistics(checkpoint, known, lambda: bar.advance(task))
 
-    for name, recipe in levels.items():
-        _check_sizes(recipe, checkpoint, buckets[name])
     described, makers = plan_levels(checkpoint, levels, buckets, statistics)
     jobs = args.jobs or (min(os.cpu_count() or 1, 4) if parameters(checkpoint) < SMALL else 1)
     with WeightFile(folder) as weights, _progress(console) as bar:
