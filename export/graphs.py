@@ -333,6 +333,12 @@ class Decode(_Decoding):
         return result
 
 
+def _kinds(tensors: dict[str, Tensor], region: str) -> Tensor:
+    """Kinds of the tokens in store or window, int32; all TEXT where no stage needs them and the state has none."""
+    name = f"{region}_kinds"
+    return tensors[name].int() if name in tensors else torch.full_like(tensors[f"{region}_positions"], TEXT)
+
+
 class Compact(_Stateful):
     """A full window and the store -> a new store, and a window with only its last `recent` tokens."""
 
@@ -346,17 +352,16 @@ class Compact(_Stateful):
     def compute(self, **state: Tensor) -> dict[str, Tensor]:
         window, kept = self.state.window, self.state.recent
         old, heads = window - kept, (-1, self.state.decoder.num_kv_heads, -1)
-        kinds = self.state.recipe.needs_kinds
         result: dict[str, Tensor] = {}
         for layer in range(self.state.decoder.num_layers):
             store, compress = self.state_of(state, layer), self.layer(layer)
             key, value = compress.restore(store)
-            center, text = self.center_of(layer), torch.tensor(TEXT, dtype=torch.int32)
+            center = self.center_of(layer)
             slots = Tokens(
                 key=key,
                 value=value,
                 positions=store["store_positions"],
-                kinds=store["store_kinds"].int() if kinds else text.expand(store["store_positions"].shape),
+                kinds=_kinds(store, "store"),
                 bias=store["store_bias"].float(),
                 mass=store["store_mass"],
                 center=center,
@@ -365,9 +370,7 @@ class Compact(_Stateful):
                 key=state["key_window"][layer, :, :, :old].float(),
                 value=state["value_window"][layer, :, :, :old].float(),
                 positions=state["window_positions"][:, None, :old].expand(heads),
-                kinds=(state["window_kinds"].int() if kinds else text.expand(state["window_positions"].shape))[
-                    :, None, :old
-                ].expand(heads),
+                kinds=_kinds(state, "window")[:, None, :old].expand(heads),
                 bias=state["window_bias"][:, None, :old].expand(heads),
                 mass=state["window_mass"][layer, :, :, :old],
                 center=center,
@@ -378,7 +381,7 @@ class Compact(_Stateful):
         result["window_mass"] = pad(state["window_mass"][..., old:], (0, old))
         result["window_bias"] = pad(state["window_bias"][:, old:], (0, old), value=-torch.inf)
         result["window_positions"] = pad(state["window_positions"][:, old:], (0, old), value=-1)
-        if kinds:
+        if "window_kinds" in state:
             moved = state["window_kinds"].int()[:, old:]  # TensorRT takes an int8 constant for a quantized number
             result["window_kinds"] = pad(moved, (0, old), value=PADDING).to(torch.int8)
         return {NEW + name: tensor for name, tensor in result.items()}

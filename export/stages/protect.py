@@ -21,9 +21,8 @@ class Protect(Stage):
 
     Attributes:
         sinks: first tokens of the sequence, by original position.
-        recent: last tokens before the window. The end of a question may carry what it asks, so a small store can have
-            better uses: models differ. An earlier demo model lost a third of its easy answers at 0, the present one
-            gains on pages.
+        recent: last tokens before the window. The end of a question may carry what it asks, but in a small store they
+            take the place of others: models differ.
         recent_depth: share of the layers, from the shallowest, in which `recent` holds. Deep layers look at the image
             more than at the question.
         separators: tokens on either side of a change between text and image, where words refer to what they stand
