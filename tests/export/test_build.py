@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -309,7 +310,9 @@ def test_a_build_that_fails_leaves_the_old_bundle(
     def fail(_graph: object, name: str, weights: Any) -> None:
         """Perhaps in a process of its own: what it saw is left in a file."""
         (weights.folder / f"{name}.onnx").write_bytes(b"half")
-        (tmp_path / "seen").write_text(str(len(list((tmp_path / "out").iterdir()))))
+        part = tmp_path / f"seen.{os.getpid()}"  # in one step: the other process's error may end this one at any time
+        part.write_text(str(len(list((tmp_path / "out").iterdir()))))
+        part.replace(tmp_path / "seen")
         raise error
 
     monkeypatch.setattr("export.pipeline.export", fail)
