@@ -1,0 +1,10 @@
+"""The four static-shape graphs of a bundle, as PyTorch modules around Hugging Face's own layers."""
+
+from export.graphs.compact import Compact as Compact
+from export.graphs.decode import Decode as Decode
+from export.graphs.graph import NEW as NEW
+from export.graphs.graph import Graph as Graph
+from export.graphs.prefill import Prefill as Prefill
+from export.graphs.state import Decoder as Decoder
+from export.graphs.state import State as State
+from export.graphs.vision import Vision as Vision

@@ -1,0 +1,66 @@
+"""Store and full window -> a new store, and a window with room."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from export.compress import KeyStatistics
+from export.graphs.graph import NEW, Stateful
+from export.graphs.state import State
+from export.stages.tokens import PADDING, TEXT, Tokens
+
+
+def _kinds(tensors: dict[str, Tensor], region: str) -> Tensor:
+    """Kinds of the tokens in store or window, int32; all TEXT where no stage needs them and the state has none."""
+    name = f"{region}_kinds"
+    return tensors[name].int() if name in tensors else torch.full_like(tensors[f"{region}_positions"], TEXT)
+
+
+class Compact(Stateful):
+    """A full window and the store -> a new store, and a window with only its last `recent` tokens."""
+
+    kind = "compact"
+
+    def __init__(self, state: State, statistics: list[KeyStatistics] | None):
+        super().__init__(state, statistics)
+        self._takes(*state.specs().values())
+        self.outputs = [NEW + name for name in state.specs()]
+
+    def compute(self, **state: Tensor) -> dict[str, Tensor]:
+        window, kept = self.state.window, self.state.recent
+        old, heads = window - kept, (-1, self.state.decoder.num_kv_heads, -1)
+        result: dict[str, Tensor] = {}
+        for layer in range(self.state.decoder.num_layers):
+            store, compress = self.state_of(state, layer), self.layer(layer)
+            key, value = compress.restore(store)
+            center = self.center_of(layer)
+            slots = Tokens(
+                key=key,
+                value=value,
+                positions=store["store_positions"],
+                kinds=_kinds(store, "store"),
+                bias=store["store_bias"].float(),
+                mass=store["store_mass"],
+                center=center,
+            )
+            rows = Tokens(
+                key=state["key_window"][layer, :, :, :old].float(),
+                value=state["value_window"][layer, :, :, :old].float(),
+                positions=state["window_positions"][:, None, :old].expand(heads),
+                kinds=_kinds(state, "window")[:, None, :old].expand(heads),
+                bias=state["window_bias"][:, None, :old].expand(heads),
+                mass=state["window_mass"][layer, :, :, :old],
+                center=center,
+            )
+            result |= {f"{name}.{layer}": t for name, t in compress(slots + rows).items()}
+        for name in ("key_window", "value_window"):
+            result[name] = pad(state[name][:, :, :, old:], (0, 0, 0, old))
+        result["window_mass"] = pad(state["window_mass"][..., old:], (0, old))
+        result["window_bias"] = pad(state["window_bias"][:, old:], (0, old), value=-torch.inf)
+        result["window_positions"] = pad(state["window_positions"][:, old:], (0, old), value=-1)
+        if "window_kinds" in state:
+            moved = state["window_kinds"].int()[:, old:]  # TensorRT takes an int8 constant for a quantized number
+            result["window_kinds"] = pad(moved, (0, old), value=PADDING).to(torch.int8)
+        return {NEW + name: tensor for name, tensor in result.items()}

@@ -1,0 +1,81 @@
+"""What the static-shape graphs share: tensors by name, the KV state, the decoder inside."""
+
+from __future__ import annotations
+
+import typing
+
+import torch
+from torch import Tensor, nn
+
+from engines.bundle import TensorSpec
+from export.attention import attention_by
+from export.compress import Compress, KeyStatistics
+from export.graphs.state import State
+
+NEW = "new_"  # a graph cannot return a tensor under an input's name: `new_X` replaces X
+
+
+class Graph(nn.Module):
+    """A module whose positional inputs and outputs have names: `inputs` and `outputs`, in order."""
+
+    kind: typing.Literal["vision", "prefill", "decode", "compact"]
+    inputs: dict[str, TensorSpec]
+    outputs: list[str]
+
+    def compute(self, **tensors: Tensor) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        result = self.compute(**dict(zip(self.inputs, tensors, strict=True)))
+        return tuple(result[name] for name in self.outputs)
+
+    def _takes(self, *specs: TensorSpec) -> None:
+        self.inputs = {spec.name.replace(".", "__"): spec for spec in specs}
+
+
+class Stateful(Graph):
+    """What prefill, decode and compact share: the KV state, the keys' centres and one `Compress` a layer."""
+
+    center: Tensor | None  # [L, Hkv, 1, D]
+
+    def __init__(self, state: State, statistics: list[KeyStatistics] | None):
+        super().__init__()
+        self.state = state
+        layers = state.decoder.num_layers
+        self.compress = nn.ModuleList(
+            Compress(state.recipe, slots, layer / layers, statistics[layer] if statistics else None)
+            for layer, slots in enumerate(state.capacities)
+        )
+        centers = [known.center for known in statistics or []]
+        self.register_buffer("center", torch.stack(centers)[:, :, None] if centers else None)
+
+    def center_of(self, layer: int) -> Tensor | None:
+        """What is subtracted from a layer's keys, [kv_heads, 1, head_dim]."""
+        return None if self.center is None else self.center[layer]
+
+    def layer(self, index: int) -> Compress:
+        return typing.cast(Compress, self.compress[index])
+
+    def state_of(self, tensors: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
+        """The store tensors of one layer, without the layer's number."""
+        return {name.split("__")[0]: t for name, t in tensors.items() if name.endswith(f"__{layer}")}
+
+
+class Decoding(Stateful):
+    """What prefill and decode share: the decoder itself and the centring of keys."""
+
+    def __init__(self, state: State, statistics: list[KeyStatistics] | None):
+        super().__init__(state, statistics)
+        self.language_model, self.head = state.decoder.language_model, state.decoder.head
+
+    def centred(self, key: Tensor, layer: int) -> Tensor:
+        """Keys less their head's calibrated mean: softmax does not change, quantization does."""
+        return key if self.center is None else key - self.center[layer]
+
+    def logits(self, embeddings: Tensor, positions: Tensor, attention) -> Tensor:
+        """Run the decoder with `attention` in every layer; logits of the last token, [batch, vocab_size]."""
+        with attention_by(attention):
+            hidden = self.language_model(
+                inputs_embeds=embeddings, position_ids=positions.long(), attention_mask=None, use_cache=False
+            )[0]
+        return self.head(hidden[:, -1])
