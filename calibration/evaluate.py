@@ -120,8 +120,8 @@ class Eager:
             if name.removeprefix(NEW) in self.tensors:
                 self.tensors[name.removeprefix(NEW)] = tensor
         slot, t = self.count, self.tensors
-        t["key_window"][:, :, :, slot] = out["new_key"][:, :, :, 0]
-        t["value_window"][:, :, :, slot] = out["new_value"][:, :, :, 0]
+        t["key_window"][:, :, slot] = out["new_key"][:, :, 0]
+        t["value_window"][:, :, slot] = out["new_value"][:, :, 0]
         if self.state.compacts:
             t["window_mass"][..., slot] = out["new_mass"][..., 0]
         t["window_bias"][:, slot] = 0

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 FORMAT = "unicache-edge"
-VERSION = 1
+VERSION = 2
 WEIGHTS = "weights.bin"
 DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
@@ -95,12 +95,14 @@ class Level:
 
     Attributes:
         recipe: the recipe's settings, as read from its TOML file.
+        kv_heads: KV heads that each layer caches; the model's, or fewer where heads were merged.
         visual_tokens: tokens kept of every image.
         vision: name of the vision graph.
         buckets: shortest first.
     """
 
     recipe: dict[str, Any]
+    kv_heads: list[int]
     visual_tokens: int
     vision: str
     buckets: list[Bucket]
@@ -127,12 +129,15 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Model:
-    """What the runtime must know of the model."""
+    """What the runtime must know of the model, as it was before anything was compressed.
+
+    Attributes:
+        kv_heads: KV heads of each layer.
+    """
 
     model_type: str
-    num_layers: int
     num_heads: int
-    num_kv_heads: int
+    kv_heads: list[int]
     head_dim: int
     hidden_size: int
     vocab_size: int
@@ -144,17 +149,22 @@ class Model:
     embedding: Embedding
 
     def __post_init__(self) -> None:
-        sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "image_tokens")
+        sizes = ("num_heads", "head_dim", "hidden_size", "vocab_size", "image_tokens")
         if wrong := [name for name in (*sizes, "max_positions") if getattr(self, name) < 1]:
             raise ValueError(f"{wrong[0]} must be at least 1, got {getattr(self, wrong[0])}")
+        _check_heads(self.kv_heads)
         if not 0 <= self.image_token_id < self.vocab_size:
             raise ValueError(f"image token {self.image_token_id} is outside the vocabulary of {self.vocab_size}")
         if self.embedding.shape != [self.vocab_size, self.hidden_size]:
             raise ValueError(f"embedding {self.embedding.shape} is not [{self.vocab_size}, {self.hidden_size}]")
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.kv_heads)
+
     def kv_bytes(self, tokens: int, dtype: str = "float16") -> int:
         """Bytes of an uncompressed KV cache of `tokens` tokens."""
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * np.dtype(dtype).itemsize
+        per_token = 2 * sum(self.kv_heads) * self.head_dim * np.dtype(dtype).itemsize
         return tokens * per_token
 
 
@@ -202,8 +212,13 @@ class Manifest:
                 raise ValueError(f"level {name!r} has no buckets")
             kept = level.visual_tokens
             self._graph(level.vision, "vision").expect(visual_tokens=[1, kept, self.model.hidden_size], kept=[1, kept])
+            _check_heads(level.kv_heads)
+            if len(level.kv_heads) != self.model.num_layers:
+                raise ValueError(
+                    f"level {name!r} has KV heads of {len(level.kv_heads)} layers, not of {self.model.num_layers}"
+                )
             for bucket in level.buckets:
-                self._check_bucket(bucket)
+                self._check_bucket(bucket, sum(level.kv_heads))
         for plan in self.plans:
             if plan.graph not in self.graphs:
                 raise ValueError(f"plan {plan.file!r} is of an unknown graph {plan.graph!r}")
@@ -216,12 +231,12 @@ class Manifest:
         if self.model.embedding.end > self.files[WEIGHTS].bytes:
             raise ValueError(f"the embedding table ends at {self.model.embedding.end}, behind the end of {WEIGHTS}")
 
-    def _check_bucket(self, bucket: Bucket) -> None:
+    def _check_bucket(self, bucket: Bucket, heads: int) -> None:
         """The graphs fit the model and each other: what prefill returns is what decode and compact take."""
         m, length = self.model, bucket.length
         if len(bucket.capacities) != m.num_layers or min(bucket.capacities) < 0:
             raise ValueError(f"capacities {bucket.capacities} are not those of {m.num_layers} layers")
-        window = [m.num_layers, 1, m.num_kv_heads, bucket.window, m.head_dim]
+        window = [1, heads, bucket.window, m.head_dim]
         prefill, decode = self._graph(bucket.prefill, "prefill"), self._graph(bucket.decode, "decode")
         prefill.expect(embeddings=[1, length, m.hidden_size], positions=[1, length], kinds=[1, length])
         prefill.expect(logits=[1, m.vocab_size], key_window=window, value_window=window)
@@ -236,6 +251,11 @@ class Manifest:
         if name not in self.graphs or self.graphs[name].kind != kind:
             raise ValueError(f"no {kind} graph of the name {name!r}")
         return self.graphs[name]
+
+
+def _check_heads(kv_heads: list[int]) -> None:
+    if not kv_heads or min(kv_heads) < 1:
+        raise ValueError(f"every layer needs at least one KV head, got {kv_heads}")
 
 
 def _check_tensor(what: str, dtype: str, shape: list[int], dtypes: tuple[str, ...]) -> None:

@@ -181,9 +181,10 @@ def parameters(checkpoint: Checkpoint) -> int:
 
 def _describe(checkpoint: Checkpoint) -> str:
     d = checkpoint.decoder
+    heads = "/".join(map(str, dict.fromkeys(d.kv_heads)))
     return (
         f"{checkpoint.model_type} {checkpoint.path.name}: {parameters(checkpoint) / 1e6:.1f} M parameters, "
-        f"{d.num_layers} layers, {d.num_kv_heads} KV heads of {d.head_dim}, {checkpoint.image_tokens} tokens an image"
+        f"{d.num_layers} layers, {heads} KV heads of {d.head_dim}, {checkpoint.image_tokens} tokens an image"
     )
 
 
@@ -234,9 +235,8 @@ def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
     ends = generation.eos_token_id if generation.eos_token_id is not None else text.eos_token_id
     return bundle.Model(
         model_type=checkpoint.model_type,
-        num_layers=checkpoint.decoder.num_layers,
         num_heads=text.num_attention_heads,
-        num_kv_heads=checkpoint.decoder.num_kv_heads,
+        kv_heads=checkpoint.decoder.kv_heads,
         head_dim=checkpoint.decoder.head_dim,
         hidden_size=checkpoint.decoder.hidden_size,
         vocab_size=text.vocab_size,

@@ -47,8 +47,7 @@ def _decoder(model: Any) -> Decoder:
     return Decoder(
         language_model=model.model.language_model,
         head=model.lm_head,
-        num_layers=text.num_hidden_layers,
-        num_kv_heads=text.num_key_value_heads,
+        kv_heads=[text.num_key_value_heads] * text.num_hidden_layers,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         hidden_size=text.hidden_size,
     )

@@ -71,7 +71,7 @@ def plan_levels(
                     compact=add(f"{name}.compact_{length}", partial(Compact, state, known)) if state.compacts else "",
                 )
             )
-        levels[name] = bundle.Level(recipe.settings(), tokens, vision, sized)
+        levels[name] = bundle.Level(recipe.settings(), checkpoint.decoder.kv_heads, tokens, vision, sized)
     return levels, makers
 
 

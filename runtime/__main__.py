@@ -101,8 +101,9 @@ def _info(arguments: argparse.Namespace) -> None:
         print(json.dumps(values))
         return
     model = manifest.model
+    heads = "/".join(map(str, dict.fromkeys(model.kv_heads)))
     print(
-        f"{bundle.path}: {model.model_type}, {model.num_layers} layers, {model.num_kv_heads} KV heads of "
+        f"{bundle.path}: {model.model_type}, {model.num_layers} layers, {heads} KV heads of "
         f"{model.head_dim}, {model.image_tokens} tokens an image"
     )
     for name, level in manifest.levels.items():

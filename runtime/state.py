@@ -14,7 +14,8 @@ class State:
     """Store + window of every layer, of one size from the first token to the last.
 
     Attributes:
-        arrays: name -> array; stores have one array a layer (`key_store.0`), windows one for all (`key_window`).
+        arrays: name -> array; stores have one array a layer (`key_store.0`), windows one for the heads of all
+            layers (`key_window`).
         count: window slots in use; the next token is written into this one.
         compactions: how often the window was compacted into the store.
     """
@@ -42,14 +43,14 @@ class State:
         """Take over what decode returned, and write the new token's rows into the next window slot.
 
         Args:
-            outputs: `new_key`, `new_value` [L, B, Hkv, 1, D]; with compaction also `new_mass` [L, B, Hkv, 1] and the
-                masses of store and window, which replace those of the state.
+            outputs: `new_key`, `new_value` [B, H, 1, D], the KV heads of all layers side by side; with compaction also
+                `new_mass` [B, H, 1] and the masses of store and window, which replace those of the state.
             position: of the token, counted in the prompt before pruning.
         """
         self._replace(outputs)
         slot, arrays = self.count, self.arrays
-        arrays["key_window"][:, :, :, slot] = outputs["new_key"][:, :, :, 0]
-        arrays["value_window"][:, :, :, slot] = outputs["new_value"][:, :, :, 0]
+        arrays["key_window"][:, :, slot] = outputs["new_key"][:, :, 0]
+        arrays["value_window"][:, :, slot] = outputs["new_value"][:, :, 0]
         if "new_mass" in outputs:
             arrays["window_mass"][..., slot] = outputs["new_mass"][..., 0]
         arrays["window_bias"][:, slot] = 0

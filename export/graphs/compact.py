@@ -30,9 +30,10 @@ class Compact(Stateful):
 
     def compute(self, **state: Tensor) -> dict[str, Tensor]:
         window, kept = self.state.window, self.state.recent
-        old, heads = window - kept, (-1, self.state.decoder.num_kv_heads, -1)
+        old, decoder = window - kept, self.state.decoder
         result: dict[str, Tensor] = {}
-        for layer in range(self.state.decoder.num_layers):
+        for layer in range(decoder.num_layers):
+            heads, shared = decoder.heads(layer), (-1, decoder.kv_heads[layer], -1)
             store, compress = self.state_of(state, layer), self.layer(layer)
             key, value = compress.restore(store)
             center = self.center_of(layer)
@@ -46,17 +47,17 @@ class Compact(Stateful):
                 center=center,
             )
             rows = Tokens(
-                key=state["key_window"][layer, :, :, :old].float(),
-                value=state["value_window"][layer, :, :, :old].float(),
-                positions=state["window_positions"][:, None, :old].expand(heads),
-                kinds=_kinds(state, "window")[:, None, :old].expand(heads),
-                bias=state["window_bias"][:, None, :old].expand(heads),
-                mass=state["window_mass"][layer, :, :, :old],
+                key=state["key_window"][:, heads, :old].float(),
+                value=state["value_window"][:, heads, :old].float(),
+                positions=state["window_positions"][:, None, :old].expand(shared),
+                kinds=_kinds(state, "window")[:, None, :old].expand(shared),
+                bias=state["window_bias"][:, None, :old].expand(shared),
+                mass=state["window_mass"][:, heads, :old],
                 center=center,
             )
             result |= {f"{name}.{layer}": t for name, t in compress(slots + rows).items()}
         for name in ("key_window", "value_window"):
-            result[name] = pad(state[name][:, :, :, old:], (0, 0, 0, old))
+            result[name] = pad(state[name][:, :, old:], (0, 0, 0, old))
         result["window_mass"] = pad(state["window_mass"][..., old:], (0, old))
         result["window_bias"] = pad(state["window_bias"][:, old:], (0, old), value=-torch.inf)
         result["window_positions"] = pad(state["window_positions"][:, old:], (0, old), value=-1)

@@ -42,9 +42,9 @@ class Decode(Decoding):
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             key = self.centred(key, layer)
-            store = self.state_of(state, layer)
-            key_window = torch.cat([state["key_window"][layer].float(), key], dim=2)
-            value_window = torch.cat([state["value_window"][layer].float(), value], dim=2)
+            store, heads = self.state_of(state, layer), self.state.decoder.heads(layer)
+            key_window = torch.cat([state["key_window"][:, heads].float(), key], dim=2)
+            value_window = torch.cat([state["value_window"][:, heads].float(), value], dim=2)
             keys, values, bias = store["key_store"], store["value_store"], store["store_bias"]
             if self.state.recipe.store == "int8":
                 key_scale = self.layer(layer).key_scale[None, :, None]
@@ -62,15 +62,15 @@ class Decode(Decoding):
         result = {"logits": self.logits(embedding, position, attention)}
         rows = [new[layer] for layer in range(self.state.decoder.num_layers)]
         dtype = getattr(torch, self.state.recipe.window.dtype)
-        result["new_key"] = torch.stack([key for key, *_ in rows]).to(dtype)
-        result["new_value"] = torch.stack([value for _, value, *_ in rows]).to(dtype)
+        result["new_key"] = torch.cat([key for key, *_ in rows], dim=1).to(dtype)
+        result["new_value"] = torch.cat([value for _, value, *_ in rows], dim=1).to(dtype)
         if self.state.compacts:
             update = self.state.recipe.importance.update
             on_old, on_new = [], []
             for layer, (_, _, on_store, on_window) in enumerate(rows):
-                row, old = (on_store, on_window), state["window_mass"][layer]
+                row, old = (on_store, on_window), state["window_mass"][:, self.state.decoder.heads(layer)]
                 result[f"new_store_mass.{layer}"] = update(state[f"store_mass__{layer}"], on_store, row)
                 on_old.append(update(old, on_window[..., :-1], row))
                 on_new.append(update(torch.zeros_like(on_window[..., -1:]), on_window[..., -1:], row))
-            result["new_window_mass"], result["new_mass"] = torch.stack(on_old), torch.stack(on_new)
+            result["new_window_mass"], result["new_mass"] = torch.cat(on_old, dim=1), torch.cat(on_new, dim=1)
         return result

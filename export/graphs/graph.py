@@ -36,7 +36,7 @@ class Graph(nn.Module):
 class Stateful(Graph):
     """What prefill, decode and compact share: the KV state, the keys' centres and one `Compress` a layer."""
 
-    center: Tensor | None  # [L, Hkv, 1, D]
+    center: Tensor | None  # of all layers' heads side by side, [sum of H_l, 1, D]
 
     def __init__(self, state: State, statistics: list[KeyStatistics] | None):
         super().__init__()
@@ -47,11 +47,11 @@ class Stateful(Graph):
             for layer, slots in enumerate(state.capacities)
         )
         centers = [known.center for known in statistics or []]
-        self.register_buffer("center", torch.stack(centers)[:, :, None] if centers else None)
+        self.register_buffer("center", torch.cat(centers)[:, None] if centers else None)
 
     def center_of(self, layer: int) -> Tensor | None:
         """What is subtracted from a layer's keys, [kv_heads, 1, head_dim]."""
-        return None if self.center is None else self.center[layer]
+        return None if self.center is None else self.center[self.state.decoder.heads(layer)]
 
     def layer(self, index: int) -> Compress:
         return typing.cast(Compress, self.compress[index])
@@ -70,7 +70,8 @@ class Decoding(Stateful):
 
     def centred(self, key: Tensor, layer: int) -> Tensor:
         """Keys less their head's calibrated mean: softmax does not change, quantization does."""
-        return key if self.center is None else key - self.center[layer]
+        center = self.center_of(layer)
+        return key if center is None else key - center
 
     def logits(self, embeddings: Tensor, positions: Tensor, attention) -> Tensor:
         """Run the decoder with `attention` in every layer; logits of the last token, [batch, vocab_size]."""

@@ -66,9 +66,9 @@ class Prefill(Decoding):
         free = state.window - state.recent
         rows = [cached[layer] for layer in range(state.decoder.num_layers)]
         dtype = getattr(torch, state.recipe.window.dtype)
-        result["key_window"] = pad(torch.stack([t.key[:, :, split:] for t in rows]), (0, 0, 0, free)).to(dtype)
-        result["value_window"] = pad(torch.stack([t.value[:, :, split:] for t in rows]), (0, 0, 0, free)).to(dtype)
-        result["window_mass"] = pad(torch.stack([t.mass[:, :, split:] for t in rows]), (0, free))
+        result["key_window"] = pad(torch.cat([t.key[:, :, split:] for t in rows], dim=1), (0, 0, 0, free)).to(dtype)
+        result["value_window"] = pad(torch.cat([t.value[:, :, split:] for t in rows], dim=1), (0, 0, 0, free)).to(dtype)
+        result["window_mass"] = pad(torch.cat([t.mass[:, :, split:] for t in rows], dim=1), (0, free))
         result["window_bias"] = pad(empty[:, split:], (0, free), value=-torch.inf)
         result["window_positions"] = pad(places[:, split:], (0, free), value=-1)
         result["window_kinds"] = pad(kinds[:, split:], (0, free), value=PADDING).to(torch.int8)

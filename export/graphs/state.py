@@ -13,19 +13,35 @@ from export.recipe import Recipe
 
 @dataclass(frozen=True)
 class Decoder:
-    """The parts of a Hugging Face model that make logits from embeddings, and its sizes."""
+    """The parts of a Hugging Face model that make logits from embeddings, and its sizes.
+
+    Attributes:
+        kv_heads: KV heads of each layer, H_l.
+    """
 
     language_model: nn.Module
     head: nn.Module
-    num_layers: int
-    num_kv_heads: int
+    kv_heads: list[int]
     head_dim: int
     hidden_size: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kv_heads)
+
+    def heads(self, layer: int) -> slice:
+        """Where a layer's KV heads lie among those of all layers side by side: that is how the window holds them."""
+        first = sum(self.kv_heads[:layer])
+        return slice(first, first + self.kv_heads[layer])
 
 
 @dataclass(frozen=True)
 class State:
-    """Names, shapes and dtypes of the KV state of one bucket (batch B, layers L, window W, capacities C_l)."""
+    """Names, shapes and dtypes of the KV state of one bucket.
+
+    Stores are [B, H_l, C_l, D] a layer. Layers may differ in KV heads, so the window holds the heads of all layers
+    side by side, [B, sum of H_l, W, D]: one tensor, and one write for a new token, whatever the number of layers.
+    """
 
     decoder: Decoder
     recipe: Recipe
@@ -42,7 +58,7 @@ class State:
         budget, layers = self.recipe.budget, self.decoder.num_layers
         if budget.kv_bytes is None:
             return budget.capacities(budget.keep * self.length, layers, self.length)
-        fp16_token = 2 * layers * self.decoder.num_kv_heads * self.decoder.head_dim * 2 * self.batch
+        fp16_token = 2 * sum(self.decoder.kv_heads) * self.decoder.head_dim * 2 * self.batch
         window = sum(spec.nbytes for spec in self._specs([0] * layers).values())
         slot = sum(spec.nbytes for spec in self._specs([1] * layers).values()) - window  # one in every layer
         slots = (budget.kv_bytes * self.length * fp16_token - window) / slot
@@ -70,9 +86,10 @@ class State:
         return self._specs(self.capacities)
 
     def _specs(self, capacities: list[int]) -> dict[str, TensorSpec]:
-        d, heads = self.decoder, [self.batch, self.decoder.num_kv_heads]
+        d = self.decoder
         specs: dict[str, tuple[str, list[int]]] = {}
         for layer, slots in enumerate(capacities):
+            heads = [self.batch, d.kv_heads[layer]]
             store = {
                 "key_store": (self.recipe.store, [*heads, slots, d.head_dim]),
                 "value_store": (self.recipe.store, [*heads, slots, d.head_dim]),
@@ -83,10 +100,11 @@ class State:
                 "store_kinds": ("int8", [*heads, slots]),
             }
             specs |= {f"{name}.{layer}": spec for name, spec in store.items() if self._used(name)}
+        rows = [self.batch, sum(d.kv_heads), self.window]
         window = {
-            "key_window": (self.recipe.window.dtype, [d.num_layers, *heads, self.window, d.head_dim]),
-            "value_window": (self.recipe.window.dtype, [d.num_layers, *heads, self.window, d.head_dim]),
-            "window_mass": ("float32", [d.num_layers, *heads, self.window]),
+            "key_window": (self.recipe.window.dtype, [*rows, d.head_dim]),
+            "value_window": (self.recipe.window.dtype, [*rows, d.head_dim]),
+            "window_mass": ("float32", rows),
             "window_bias": ("float32", [self.batch, self.window]),
             "window_positions": ("int32", [self.batch, self.window]),
             "window_kinds": ("int8", [self.batch, self.window]),

@@ -53,7 +53,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_sizes_that_the_manifest_states() -> None:
     assert TensorSpec("x", "float16", [2, 3, 5]).nbytes == 60
     assert TensorSpec("x", "int8", []).nbytes == 1
-    assert MODEL.kv_bytes(10) == 10 * 2 * 2 * 2 * 4 * 2
+    assert MODEL.kv_bytes(10) == 10 * 2 * (2 + 1) * 4 * 2
 
 
 @cache
@@ -124,15 +124,15 @@ def test_not_a_folder(tmp_path: Path) -> None:
     ("text", "match"),
     [
         (b"", "not JSON"),
-        (b'{"format": "unicache-edge", "version": 1', "not JSON"),
+        (b'{"format": "unicache-edge", "version": 2', "not JSON"),
         (b"\xff\xfe\x00", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"[]", "no unicache-edge bundle"),
         (b"null", "no unicache-edge bundle"),
         (b'{"name": "a web app"}', "no unicache-edge bundle"),
-        (b'{"format": "unicache-edge", "version": 2}', "is a bundle of version 2, and this program reads 1"),
-        (b'{"format": "unicache-edge", "version": 1}', "missing key"),
-        (b'{"format": "unicache-edge", "version": true}', "version: expected int, got True"),
+        (b'{"format": "unicache-edge", "version": 1}', "is a bundle of version 1, and this program reads 2"),
+        (b'{"format": "unicache-edge", "version": 2}', "missing key"),
+        (b'{"format": "unicache-edge", "version": true}', "is a bundle of version True"),
     ],
 )
 def test_foreign_manifest(text: bytes, match: str, out: Path) -> None:
@@ -157,8 +157,8 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     [
         ("surprise", 1, "unknown key 'surprise'"),
         ("model.surprise", 1, "manifest.json.model: unknown key 'surprise'"),
-        ("model.num_layers", "6", "num_layers: expected int"),
-        ("model.num_layers", True, "num_layers: expected int"),
+        ("model.head_dim", "6", "head_dim: expected int"),
+        ("model.head_dim", True, "head_dim: expected int"),
         ("model.eos_token_ids", 2, "eos_token_ids: expected a list"),
         ("graphs", [], "graphs: expected a table"),
         ("graphs.decode.kind", "encode", "'encode' is none of"),
@@ -187,7 +187,10 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("model.hidden_size", 8, "embedding .* is not"),
         ("model.hidden_size", 10**15, "embedding .* is not"),
         ("model.head_dim", 0, "head_dim must be at least 1, got 0"),
-        ("model.num_kv_heads", -2, "num_kv_heads must be at least 1"),
+        ("model.kv_heads", [2, -2], "at least one KV head"),
+        ("levels.light.kv_heads", [2, 0], "at least one KV head"),
+        ("levels.light.kv_heads", [3], "KV heads of 1 layers, not of 2"),
+        ("levels.light.kv_heads", [2, 2], r"key_window should be \[1, 4, 4, 4\]"),
         ("model.image_tokens", 0, "image_tokens must be at least 1"),
         ("model.image_token_id", 6, "image token 6 is outside the vocabulary of 6"),
         ("levels.light.buckets.0.recent", 5, "0 <= recent <= window"),

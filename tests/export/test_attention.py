@@ -94,7 +94,7 @@ def check_hook(checkpoint: Checkpoint, reference: Any, image: np.ndarray) -> Non
 
 
 def test_the_hook_equals_hugging_face_with_grouped_heads(checkpoint: Checkpoint, reference: Any) -> None:
-    assert checkpoint.decoder.num_kv_heads < checkpoint.text_config.num_attention_heads
+    assert checkpoint.decoder.kv_heads[0] < checkpoint.text_config.num_attention_heads
     check_hook(checkpoint, reference, tiny.picture(0))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from calibration import keys, samples
+from export import checkpoint as checkpoints
 from export.attention import attention_by
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
@@ -58,7 +62,7 @@ def oracle(checkpoint: Checkpoint, embeddings: Tensor, positions: Tensor, allowe
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        mask = allowed[layer].repeat_interleave(group, dim=0)
+        mask = allowed[layer, : query.shape[1] // group].repeat_interleave(group, dim=0)
         return (query @ key.mT * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ value
 
     with torch.no_grad(), attention_by(attention):
@@ -72,13 +76,13 @@ def check_by_oracle(checkpoint: Checkpoint, driver: Driver, prompt: Prompt, step
     """Generate, noting what every step may see; the oracle with those masks must give the same logits.
 
     Returns:
-        The mask, [layers, kv_heads, tokens, tokens].
+        The mask, [layers, kv_heads, tokens, tokens]; layers with fewer heads leave the last ones unused.
     """
     decoder, length = checkpoint.decoder, len(prompt)
     total = length + steps - 1
     positions = torch.cat([prompt.positions, torch.arange(steps - 1) + prompt.positions[-1] + 1])
     row_of = {int(position): row for row, position in enumerate(positions)}
-    allowed = torch.zeros(decoder.num_layers, decoder.num_kv_heads, total, total, dtype=torch.bool)
+    allowed = torch.zeros(decoder.num_layers, max(decoder.kv_heads), total, total, dtype=torch.bool)
     allowed[:, :, :length] = torch.ones(length, total).tril().bool()
 
     def note(step: int) -> None:
@@ -190,7 +194,7 @@ def test_a_batch_of_two_is_two_single_runs(checkpoint: Checkpoint, prompt: Promp
 @pytest.mark.parametrize("tables", [{"budget": ROOMY}, EVICTING], ids=["roomy", "evicting"])
 def test_centring_changes_nothing(checkpoint: Checkpoint, prompt: Prompt, tables: dict) -> None:
     decoder = checkpoint.decoder
-    shape = (decoder.num_kv_heads, decoder.head_dim)
+    shape = (decoder.kv_heads[0], decoder.head_dim)
     generator = torch.Generator().manual_seed(0)
     random = [
         KeyStatistics(3 * torch.randn(shape, generator=generator), torch.ones(shape)) for _ in range(decoder.num_layers)
@@ -201,6 +205,30 @@ def test_centring_changes_nothing(checkpoint: Checkpoint, prompt: Prompt, tables
     )
     assert centred[0].tolist() == plain[0].tolist()
     torch.testing.assert_close(centred[1], plain[1], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("tables", [{"budget": ROOMY}, EVICTING], ids=["roomy", "evicting"])
+def test_layers_may_differ_in_kv_heads(tiny_path: Path, reference: Any, prompt: Prompt, tables: dict) -> None:
+    checkpoint, model = checkpoints.load(tiny_path), copy.deepcopy(reference)
+    for language_model in (checkpoint.model.model.language_model, model.model.language_model):
+        attention = language_model.layers[1].self_attn  # its second KV head is cut off: all queries share the first
+        attention.num_key_value_groups *= 2
+        for name in ("k_proj", "v_proj"):
+            setattr(attention, name, torch.nn.utils.skip_init(torch.nn.Linear, 64, 16, bias=False))
+            getattr(attention, name).weight.data = getattr(
+                reference.model.language_model.layers[1].self_attn, name
+            ).weight[:16]
+    decoder = dataclasses.replace(checkpoint.decoder, kv_heads=[2, 1, 2])
+    checkpoint = dataclasses.replace(checkpoint, decoder=decoder)
+    driver = Driver(decoder, tiny.recipe(**tables), LENGTH)
+    assert driver.state.specs()["key_window"].shape == [1, 5, 8, 16]
+    if tables is EVICTING:
+        check_by_oracle(checkpoint, driver, prompt, 40)
+    else:
+        tokens, logits = greedy(driver, checkpoint, [prompt], STEPS)
+        want, want_logits = hugging_face(model, prompt, STEPS)
+        assert tokens[0].tolist() == want.tolist()
+        torch.testing.assert_close(logits[0], want_logits, atol=1e-4, rtol=0)
 
 
 def test_vision_returns_the_kept_features(checkpoint: Checkpoint) -> None:

@@ -1,6 +1,6 @@
 """What the runtime must do with the toy bundle, told with lists: the judge, which shares no code with the runtime.
 
-A slot is a token (or None: padding); a slot's masses are the attention it has received, per layer and head.
+A slot is a token (or None: padding); a slot's masses are the attention it has received, per layer and KV head.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.runtime.toy import END, HEAD_DIM, HEADS, IMAGE, IMAGE_TOKENS, LAYERS, LEVELS, PREPROCESSOR, WEIGHTS
+from tests.runtime.toy import END, HEAD_DIM, HEADS, IMAGE, IMAGE_TOKENS, KV_HEADS, LAYERS, LEVELS, PREPROCESSOR, WEIGHTS
 
 
 @dataclass
 class Slot:
     row: np.ndarray  # [d]
     position: int
-    mass: np.ndarray = field(default_factory=lambda: np.zeros((LAYERS, HEADS)))
+    mass: list[np.ndarray] = field(default_factory=lambda: [np.zeros(heads) for heads in KV_HEADS])
 
 
 @dataclass
@@ -45,13 +45,15 @@ def attend(query_row: np.ndarray, layer: int, slots: list[Slot | None]) -> np.nd
     out = []
     for head in range(HEADS):
         part = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+        shared = head * KV_HEADS[layer] // HEADS  # the KV head of this query head
+        its = slice(shared * HEAD_DIM, (shared + 1) * HEAD_DIM)
         query = query_row @ WEIGHTS["query"][layer][:, part]
-        keys = np.stack([slot.row @ WEIGHTS["key"][layer][:, part] for slot in filled])
-        values = np.stack([slot.row @ WEIGHTS["value"][layer][:, part] for slot in filled])
+        keys = np.stack([slot.row @ WEIGHTS["key"][layer][:, its] for slot in filled])
+        values = np.stack([slot.row @ WEIGHTS["value"][layer][:, its] for slot in filled])
         weights = np.exp(keys @ query / np.sqrt(HEAD_DIM))
         weights /= weights.sum()
         for slot, weight in zip(filled, weights, strict=True):
-            slot.mass[layer, head] += weight
+            slot.mass[layer][shared] += weight * KV_HEADS[layer] / HEADS
         out.append(weights @ values)
     return np.concatenate(out)
 

@@ -66,7 +66,7 @@ def test_json(bundle_path: Path, picture: Path, capsys: pytest.CaptureFixture[st
 def test_info_json(bundle_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("info", bundle_path, "--json") == 0
     values = json.loads(capsys.readouterr().out)
-    assert values["model"]["num_layers"] == toy.LAYERS
+    assert values["model"]["kv_heads"] == toy.KV_HEADS
     assert values["level"] == "loose"
     assert values["recipe"] == {"name": "loose"}
     assert values["buckets"] == [16, 40]

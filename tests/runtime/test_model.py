@@ -115,15 +115,15 @@ def test_state_holds_the_judges_tokens(bundle_path: Path, recorder: Recorder) ->
 
     assert judge.compacted_at[-1] == 16  # the last decode
     np.testing.assert_array_equal(compacted["window_positions"][0, -4:], [s.position for s in judge.window[:4] if s])
-    for layer in range(toy.LAYERS):
+    for layer, heads in enumerate(toy.KV_HEADS):
         store = judge.stores[layer]
         empty = [slot is None for slot in store]
         np.testing.assert_array_equal(np.isinf(feeds[f"store_bias.{layer}"][0, 0]), empty)
-        masses = [[0, 0] if slot is None else slot.mass[layer] for slot in store]
+        masses = [np.zeros(heads) if slot is None else slot.mass[layer] for slot in store]
         np.testing.assert_allclose(outputs[f"new_store_mass.{layer}"][0].T, masses, atol=1e-4)
-    window = np.stack([slot.mass for slot in judge.window if slot])  # [5, L, H]
-    np.testing.assert_allclose(outputs["new_window_mass"][:, 0, :, :4].transpose(2, 0, 1), window[:4], atol=1e-4)
-    np.testing.assert_allclose(outputs["new_mass"][:, 0, :, 0], window[4], atol=1e-4)
+    window = np.stack([np.concatenate(slot.mass) for slot in judge.window if slot])  # [5, heads of all layers]
+    np.testing.assert_allclose(outputs["new_window_mass"][0, :, :4].T, window[:4], atol=1e-4)
+    np.testing.assert_allclose(outputs["new_mass"][0, :, 0], window[4], atol=1e-4)
 
 
 def test_prompt_is_left_padded_with_original_positions(bundle_path: Path, recorder: Recorder) -> None:
@@ -181,12 +181,12 @@ def test_sessions_are_loaded_when_needed_and_kept(bundle_path: Path, recorder: R
 def test_bytes_are_those_of_every_state_tensor(bundle_path: Path) -> None:
     vlm = runtime.open(bundle_path, level="tight", threads=1)
     stats = ask(vlm, "what is it", [image(0)], max_new_tokens=5, ignore_eos=True).stats
-    heads, dim, layers, window = toy.HEADS, toy.HEAD_DIM, toy.LAYERS, 8
-    slot = heads * (2 * 4 * dim + 2 + 4 + 4)  # K, V float32; bias float16; position int32; mass float32
-    window_bytes = layers * heads * window * (2 * 4 * dim + 4) + window * (4 + 4)
-    assert stats.kv_bytes == (8 + 6) * slot + window_bytes
+    heads, dim, window = toy.KV_HEADS, toy.HEAD_DIM, 8
+    slot = 2 * 4 * dim + 2 + 4 + 4  # K, V float32; bias float16; position int32; mass float32
+    window_bytes = sum(heads) * window * (2 * 4 * dim + 4) + window * (4 + 4)
+    assert stats.kv_bytes == (8 * heads[0] + 6 * heads[1]) * slot + window_bytes
     tokens = len(ids_of("what is it", 1)) - 1 + toy.IMAGE_TOKENS + 5
-    assert stats.kv_bytes_uncompressed == tokens * 2 * layers * heads * dim * 2
+    assert stats.kv_bytes_uncompressed == tokens * 2 * sum(heads) * dim * 2
     assert (stats.prompt_tokens, stats.visual_tokens, stats.images) == (tokens - 5, 2, 1)
 
 

@@ -24,7 +24,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-vlm"
 
 def model(**changes: Any) -> Model:
     values: dict[str, Any] = {
-        "model_type": "llava", "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "hidden_size": 1,
+        "model_type": "llava", "num_heads": 1, "kv_heads": [1], "head_dim": 1, "hidden_size": 1,
         "vocab_size": 128, "max_positions": 1024, "image_token_id": 4, "image_tokens": 64, "bos_token_id": 1,
         "eos_token_ids": [2],
     }  # fmt: skip
@@ -237,7 +237,7 @@ def test_question_is_the_last_tokens_padded_on_the_left(ids: list[int], rows: li
 
 def test_bucket_choice_does_not_trust_the_order() -> None:
     buckets = [Bucket(length, [1], 2, 1, "p", "d", "") for length in (64, 16, 32)]
-    level = Level({}, 4, "v", buckets)
+    level = Level({}, [1], 4, "v", buckets)
     assert [choose_bucket(n, level).length for n in (1, 16, 17, 33, 64)] == [16, 16, 32, 64, 64]
     with pytest.raises(UserError, match=r"65 tokens.*longest bucket's 64.*--buckets 65"):
         choose_bucket(65, level)

@@ -1,7 +1,8 @@
 """A bundle small enough to compute by hand: real attention over store + window in a few ONNX nodes, random weights.
 
 A token's row is its embedding + what its position adds + what its kind adds. Every layer attends from that row (layers
-do not feed each other), and the logits are a sum over layers. The store keeps the *last* C tokens before the window.
+do not feed each other), and the logits are a sum over layers. The second layer's two query heads share one KV head. The
+store keeps the *last* C tokens before the window.
 `reference.py` computes the same with lists and numpy, without anything of the runtime.
 """
 
@@ -20,6 +21,7 @@ from engines.bundle import Bucket, Embedding, Level, Manifest, Model, TensorSpec
 from engines.preprocessor import ImagePreprocessor
 
 LAYERS, HEADS, HEAD_DIM, HIDDEN, IMAGE_TOKENS, POSITIONS = 2, 2, 4, 8, 4, 120
+KV_HEADS = [2, 1]  # of each layer
 # fmt: off
 WORDS = [
     "<pad>", "<s>", "</s>", "<unk>", "<image>", "user", "assistant", "image", ":", "1", "2", "3", "4", "5", "6", "7",
@@ -128,20 +130,21 @@ def _state(bucket: Bucket) -> dict[str, tuple[str, list[int]]]:
     """name -> dtype and shape of every state tensor."""
     specs: dict[str, tuple[str, list[int]]] = {}
     for layer, slots in enumerate(bucket.capacities):
+        heads = KV_HEADS[layer]
         specs |= {
-            f"key_store.{layer}": ("float32", [1, HEADS, slots, HEAD_DIM]),
-            f"value_store.{layer}": ("float32", [1, HEADS, slots, HEAD_DIM]),
-            f"store_bias.{layer}": ("float16", [1, HEADS, slots]),
-            f"store_positions.{layer}": ("int32", [1, HEADS, slots]),
+            f"key_store.{layer}": ("float32", [1, heads, slots, HEAD_DIM]),
+            f"value_store.{layer}": ("float32", [1, heads, slots, HEAD_DIM]),
+            f"store_bias.{layer}": ("float16", [1, heads, slots]),
+            f"store_positions.{layer}": ("int32", [1, heads, slots]),
         }
         if bucket.compact:
-            specs[f"store_mass.{layer}"] = ("float32", [1, HEADS, slots])
+            specs[f"store_mass.{layer}"] = ("float32", [1, heads, slots])
     specs |= {
-        "key_window": ("float32", [LAYERS, 1, HEADS, bucket.window, HEAD_DIM]),
-        "value_window": ("float32", [LAYERS, 1, HEADS, bucket.window, HEAD_DIM]),
+        "key_window": ("float32", [1, sum(KV_HEADS), bucket.window, HEAD_DIM]),
+        "value_window": ("float32", [1, sum(KV_HEADS), bucket.window, HEAD_DIM]),
     }
     if bucket.compact:
-        specs["window_mass"] = ("float32", [LAYERS, 1, HEADS, bucket.window])
+        specs["window_mass"] = ("float32", [1, sum(KV_HEADS), bucket.window])
     specs["window_bias"] = ("float32", [1, bucket.window])
     specs["window_positions"] = ("int32", [1, bucket.window])
     return specs
@@ -153,17 +156,24 @@ def _rows(g: Builder, embeddings: str, positions: str, kinds: str | None) -> str
     return g("Add", g("Add", embeddings, g("Gather", g.const(WEIGHTS["position"]), positions)), added)
 
 
-def _heads(g: Builder, rows: str, weight: np.ndarray, length: int) -> str:
-    split = g.reshape(g("MatMul", rows, g.const(weight)), 1, length, HEADS, HEAD_DIM)
+def _heads(g: Builder, rows: str, weight: np.ndarray, length: int, heads: int = HEADS) -> str:
+    split = g.reshape(g("MatMul", rows, g.const(weight[:, : heads * HEAD_DIM])), 1, length, heads, HEAD_DIM)
     return g("Transpose", split, perm=[0, 2, 1, 3])
 
 
-def _attend(g: Builder, query: str, keys: str, values: str, bias: str) -> tuple[str, str]:
-    """[1, H, 1, D] over [1, H, T, D] with bias [1, H or 1, T] -> output [1, 1, H * D], probabilities [1, H, T]."""
+def _of_layer(g: Builder, window: str, layer: int) -> str:
+    """A layer's part of a window tensor, in which the KV heads of all layers lie side by side."""
+    first = sum(KV_HEADS[:layer])
+    return g.cut(window, first, first + KV_HEADS[layer], 1)
+
+
+def _attend(g: Builder, query: str, keys: str, values: str, bias: str, layer: int) -> tuple[str, str]:
+    """[1, H, 1, D] over [1, Hkv, T, D] with bias [1, Hkv or 1, T] -> output [1, 1, H * D], received [1, Hkv, T]."""
     scores = g("Mul", g("MatMul", query, g("Transpose", keys, perm=[0, 1, 3, 2])), g.const(HEAD_DIM**-0.5))
     p = g("Softmax", g("Add", scores, g("Unsqueeze", bias, g.const([2]))), axis=-1)
     mixed = g.reshape(g("Transpose", g("MatMul", p, values), perm=[0, 2, 1, 3]), 1, 1, HIDDEN)
-    return mixed, g("Squeeze", p, g.const([2]))
+    received = g("Squeeze", p, g.const([2]))
+    return mixed, received if KV_HEADS[layer] > 1 else g("ReduceMean", received, g.const([1]), keepdims=1)
 
 
 def _logits(g: Builder, last: str, mixed: list[str]) -> str:
@@ -205,11 +215,12 @@ def _prefill(bucket: Bucket) -> Builder:
     masses: list[str] = []
     windows: dict[str, list[str]] = {"key": [], "value": []}
     for layer, slots in enumerate(bucket.capacities):
-        keys, values = (_heads(g, rows, WEIGHTS[name][layer], length) for name in ("key", "value"))
+        heads = KV_HEADS[layer]
+        keys, values = (_heads(g, rows, WEIGHTS[name][layer], length, heads) for name in ("key", "value"))
         query = _heads(g, last, WEIGHTS["query"][layer], 1)
-        out, p = _attend(g, query, keys, values, g("Unsqueeze", bias, g.const([1])))
+        out, p = _attend(g, query, keys, values, g("Unsqueeze", bias, g.const([1])), layer)
         mixed.append(out)
-        both = g.const([1, HEADS, 1])
+        both = g.const([1, KV_HEADS[layer], 1])
         stored = {
             f"key_store.{layer}": g.cut(keys, edge - slots, edge, 2),
             f"value_store.{layer}": g.cut(values, edge - slots, edge, 2),
@@ -223,13 +234,12 @@ def _prefill(bucket: Bucket) -> Builder:
             if name in state:
                 g.output(name, value, state[name][0], *state[name][1])
         for name, value in (("key", keys), ("value", values)):
-            tail = g.append(g.cut(value, edge, length, 2), [1, HEADS, free, HEAD_DIM], 2, 0)
-            windows[name].append(g("Unsqueeze", tail, g.const([0])))
-        masses.append(g("Unsqueeze", g.append(g.cut(p, edge, length, 2), [1, HEADS, free], 2, 0), g.const([0])))
+            windows[name].append(g.append(g.cut(value, edge, length, 2), [1, heads, free, HEAD_DIM], 2, 0))
+        masses.append(g.append(g.cut(p, edge, length, 2), [1, heads, free], 2, 0))
     window = {
-        "key_window": g("Concat", *windows["key"], axis=0),
-        "value_window": g("Concat", *windows["value"], axis=0),
-        "window_mass": g("Concat", *masses, axis=0),
+        "key_window": g("Concat", *windows["key"], axis=1),
+        "value_window": g("Concat", *windows["value"], axis=1),
+        "window_mass": g("Concat", *masses, axis=1),
         "window_bias": g.append(g.cut(bias, edge, length, 1), [1, free], 1, -np.inf),
         "window_positions": g.append(g.cut(places, edge, length, 1), [1, free], 1, -1, "int32"),
     }
@@ -250,32 +260,32 @@ def _decode(bucket: Bucket) -> Builder:
             g.input(name, dtype, *shape)
     row = _rows(g, embedding, position, None)
     window_bias = g.append(g.reshape("window_bias", 1, 1, width), [1, 1, 1], 2, 0)
-    window_bias = g("Tile", window_bias, g.const([1, HEADS, 1]))
     mixed: list[str] = []
     masses: list[str] = []
     new: dict[str, list[str]] = {"key": [], "value": []}
     for layer, slots in enumerate(bucket.capacities):
-        rows = {}
+        rows, heads = {}, KV_HEADS[layer]
         for name in ("key", "value"):
-            own = _heads(g, row, WEIGHTS[name][layer], 1)
-            new[name].append(g("Unsqueeze", own, g.const([0])))
-            window = g("Gather", f"{name}_window", g.const(layer), axis=0)
+            own = _heads(g, row, WEIGHTS[name][layer], 1, heads)
+            new[name].append(own)
+            window = _of_layer(g, f"{name}_window", layer)
             rows[name] = g("Concat", f"{name}_store.{layer}", window, own, axis=2)
-        bias = g("Concat", g.cast(f"store_bias.{layer}", "float32"), window_bias, axis=2)
-        out, p = _attend(g, _heads(g, row, WEIGHTS["query"][layer], 1), rows["key"], rows["value"], bias)
+        both = g("Tile", window_bias, g.const([1, heads, 1]))
+        bias = g("Concat", g.cast(f"store_bias.{layer}", "float32"), both, axis=2)
+        out, p = _attend(g, _heads(g, row, WEIGHTS["query"][layer], 1), rows["key"], rows["value"], bias, layer)
         mixed.append(out)
         if bucket.compact:
             total = g("Add", f"store_mass.{layer}", g.cut(p, 0, slots, 2))
-            g.output(f"new_store_mass.{layer}", total, "float32", 1, HEADS, slots)
-            masses.append(g("Unsqueeze", g.cut(p, slots, slots + width + 1, 2), g.const([0])))
+            g.output(f"new_store_mass.{layer}", total, "float32", 1, heads, slots)
+            masses.append(g.cut(p, slots, slots + width + 1, 2))
     g.output("logits", _logits(g, row, mixed), "float32", 1, VOCABULARY)
     for name, values in new.items():
-        g.output(f"new_{name}", g("Concat", *values, axis=0), "float32", LAYERS, 1, HEADS, 1, HEAD_DIM)
+        g.output(f"new_{name}", g("Concat", *values, axis=1), "float32", 1, sum(KV_HEADS), 1, HEAD_DIM)
     if bucket.compact:
-        stacked = g("Concat", *masses, axis=0)
-        total = g("Add", "window_mass", g.cut(stacked, 0, width, 3))
-        g.output("new_window_mass", total, "float32", LAYERS, 1, HEADS, width)
-        g.output("new_mass", g.cut(stacked, width, width + 1, 3), "float32", LAYERS, 1, HEADS, 1)
+        everyone, heads = g("Concat", *masses, axis=1), sum(KV_HEADS)
+        total = g("Add", "window_mass", g.cut(everyone, 0, width, 2))
+        g.output("new_window_mass", total, "float32", 1, heads, width)
+        g.output("new_mass", g.cut(everyone, width, width + 1, 2), "float32", 1, heads, 1)
     return g
 
 
@@ -286,19 +296,19 @@ def _compact(bucket: Bucket) -> Builder:
     for name, (dtype, shape) in state.items():
         g.input(name, dtype, *shape)
     for layer, slots in enumerate(bucket.capacities):
-        both = g.const([1, HEADS, 1])
+        both = g.const([1, KV_HEADS[layer], 1])
         leaving = {
-            "key_store": g("Gather", "key_window", g.const(layer), axis=0),
-            "value_store": g("Gather", "value_window", g.const(layer), axis=0),
+            "key_store": _of_layer(g, "key_window", layer),
+            "value_store": _of_layer(g, "value_window", layer),
             "store_bias": g.cast(g("Tile", g.reshape("window_bias", 1, 1, width), both), "float16"),
             "store_positions": g("Tile", g.reshape("window_positions", 1, 1, width), both),
-            "store_mass": g("Gather", "window_mass", g.const(layer), axis=0),
+            "store_mass": _of_layer(g, "window_mass", layer),
         }
         for name, window in leaving.items():
             everything = g("Concat", f"{name}.{layer}", g.cut(window, 0, old, 2), axis=2)
             dtype, shape = state[f"{name}.{layer}"]
             g.output(f"new_{name}.{layer}", g.cut(everything, old, slots + old, 2), dtype, *shape)
-    fills = {"window_bias": (1, -np.inf), "window_positions": (1, -1), "window_mass": (3, 0), "key_window": (3, 0)}
+    fills = {"window_bias": (1, -np.inf), "window_positions": (1, -1), "window_mass": (2, 0), "key_window": (2, 0)}
     for name, (axis, fill) in (fills | {"value_window": fills["key_window"]}).items():
         dtype, shape = state[name]
         empty = [*shape[:axis], old, *shape[axis + 1 :]]
@@ -331,7 +341,7 @@ def build(out: Path) -> Path:
                     if name := names[kind]:
                         graphs[name] = make(bucket).save(folder / f"{name}.onnx", kind)
                 buckets.append(bucket)
-            levels[level] = Level({"name": level}, kept, vision, buckets)
+            levels[level] = Level({"name": level}, KV_HEADS, kept, vision, buckets)
         table = WEIGHTS["embedding"]
         (folder / bundle.WEIGHTS).write_bytes(bytes(EMBEDDING_OFFSET) + table.tobytes())
         _tokenizer().save(str(folder / "tokenizer.json"))
@@ -343,9 +353,8 @@ def build(out: Path) -> Path:
         PREPROCESSOR.write(folder)
         model = Model(
             model_type="toy",
-            num_layers=LAYERS,
             num_heads=HEADS,
-            num_kv_heads=HEADS,
+            kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             hidden_size=HIDDEN,
             vocab_size=VOCABULARY,

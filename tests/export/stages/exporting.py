@@ -27,7 +27,7 @@ def check_exported(checkpoint: Checkpoint, folder: Path, store: str = "int8", **
         Recipe, {"name": "test", "store": store, "budget": {"keep": 0.4}, "window": window, **tables}, "test"
     )
     decoder = checkpoint.decoder
-    shape = (decoder.num_kv_heads, decoder.head_dim)
+    shape = (decoder.kv_heads[0], decoder.head_dim)
     statistics = [KeyStatistics(torch.full(shape, 0.5), torch.full(shape, 4.0))] * decoder.num_layers
     state = State(decoder, recipe, LENGTH)
     files: dict[str, Path] = {}

@@ -31,7 +31,7 @@ def name_of(method: type[Importance]) -> str:
 def statistics(checkpoint: Checkpoint) -> list[KeyStatistics]:
     """Centres that are far from zero: keys are centred in the graphs."""
     torch.manual_seed(0)
-    shape = (checkpoint.decoder.num_kv_heads, checkpoint.decoder.head_dim)
+    shape = (checkpoint.decoder.kv_heads[0], checkpoint.decoder.head_dim)
     return [KeyStatistics(torch.randn(shape), torch.full(shape, 4.0)) for _ in range(checkpoint.decoder.num_layers)]
 
 

@@ -208,7 +208,7 @@ def test_expected_attention_in_a_model_is_of_its_queries_before_rope(checkpoint:
     prompt = tiny.Prompt(checkpoint, "what color is the shape ?", [tiny.picture(1)])
     table = {"method": "expected-attention", "sinks": sinks, "future": future}
     recipe = tiny.recipe(budget={"keep": 2.5}, importance=table)
-    shape = (decoder.num_kv_heads, decoder.head_dim)
+    shape = (decoder.kv_heads[0], decoder.head_dim)
     known = [KeyStatistics(torch.full(shape, 2.0), torch.ones(shape))] * decoder.num_layers
     driver = tiny.Driver(decoder, recipe, 64, statistics=known)
     driver.prefill([prompt])
@@ -220,11 +220,11 @@ def test_expected_attention_in_a_model_is_of_its_queries_before_rope(checkpoint:
     key = np.stack([key[t] @ rotation(t, decoder.head_dim, theta).T for t in range(tokens)])
     turn = np.mean([rotation(tokens + i, decoder.head_dim, theta) for i in range(future)], axis=0)
     state, group = driver.tensors, query.shape[1] // key.shape[1]
-    for head in range(decoder.num_kv_heads):
+    for head in range(decoder.kv_heads[0]):
         plain = [query[sinks:, head * group + member] for member in range(group)]
         weights = [expected(each, key[sinks:, head], turn, layer.scaling, True) for each in plain]
         got = dict(
             zip(state["store_positions.0"][0, head].tolist(), state["store_mass.0"][0, head].tolist(), strict=True)
         )
-        got |= zip(state["window_positions"][0].tolist(), state["window_mass"][0, 0, head].tolist(), strict=True)
+        got |= zip(state["window_positions"][0].tolist(), state["window_mass"][0, head].tolist(), strict=True)
         close(np.array([got[t] for t in range(sinks, tokens)]), np.mean(weights, axis=0))
