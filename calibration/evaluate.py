@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.tokens import FIRST, segments
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
 from export.graphs import NEW, Compact, Decode, Decoder, Prefill, State
@@ -24,11 +25,13 @@ class Prompt:
         embeddings: of its tokens, visual ones in their places, [tokens, hidden_size], float32.
         kinds: TEXT or VISUAL, [tokens].
         positions: original positions, [tokens]; 0, 1, ... unless visual tokens were pruned.
+        segments: number of a token's image or sentence, [tokens], as `engines.tokens` counts.
     """
 
     embeddings: Tensor
     kinds: Tensor
     positions: Tensor
+    segments: Tensor
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -43,7 +46,9 @@ def prompt_of(checkpoint: Checkpoint, inputs: dict[str, Any]) -> Prompt:
         with torch.no_grad():
             encoded = [checkpoint.encoder(pixels[None])[0] for pixels in inputs["pixel_values"]]
         embeddings[visual] = torch.cat(encoded)
-    return Prompt(embeddings, torch.where(visual, VISUAL, TEXT), torch.arange(len(ids)))
+    images = torch.where(visual, (visual.cumsum(0) - 1) // checkpoint.image_tokens + 1, 0)
+    numbers = torch.from_numpy(segments(ids.numpy(), images.numpy(), checkpoint.sentence_ends))
+    return Prompt(embeddings, torch.where(visual, VISUAL, TEXT), torch.arange(len(ids)), numbers)
 
 
 class Eager:
@@ -97,11 +102,14 @@ class Eager:
         embeddings = torch.zeros(*shape, state.decoder.hidden_size)
         positions = torch.zeros(shape, dtype=torch.int32)
         kinds = torch.full(shape, PADDING, dtype=torch.int32)
+        numbers = torch.zeros(shape, dtype=torch.int32)
         for row, prompt in enumerate(prompts):
             embeddings[row, -len(prompt) :] = prompt.embeddings
             positions[row, -len(prompt) :] = prompt.positions
             kinds[row, -len(prompt) :] = prompt.kinds
-        out = self.run(Prefill, {"embeddings": embeddings, "positions": positions, "kinds": kinds})
+            numbers[row, -len(prompt) :] = prompt.segments
+        feeds = {"embeddings": embeddings, "positions": positions, "kinds": kinds, "segments": numbers}
+        out = self.run(Prefill, feeds)
         logits = out.pop("logits")
         self.tensors, self.count, self.compactions = out, state.recent, 0
         return logits
@@ -112,8 +120,12 @@ class Eager:
         self.tensors = {name.removeprefix(NEW): tensor for name, tensor in replaced.items()}
         self.count, self.compactions = self.state.recent, self.compactions + 1
 
-    def decode(self, embedding: Tensor, positions: Sequence[int]) -> Tensor:
-        """Logits [batch, vocab_size] after one more token each; embedding [batch, hidden_size]."""
+    def decode(self, embedding: Tensor, positions: Sequence[int], kinds: int | Tensor = TEXT) -> Tensor:
+        """Logits [batch, vocab_size] after one more token each; embedding [batch, hidden_size].
+
+        Args:
+            kinds: of the tokens, `FIRST` added where one begins a sentence, [batch].
+        """
         position = torch.tensor(positions, dtype=torch.int32)[:, None]
         out = self.run(Decode, {**self.tensors, "embedding": embedding[:, None], "position": position})
         for name, tensor in out.items():
@@ -127,12 +139,17 @@ class Eager:
         t["window_bias"][:, slot] = 0
         t["window_positions"][:, slot] = position[:, 0]
         if "window_kinds" in t:
-            t["window_kinds"][:, slot] = TEXT
+            t["window_kinds"][:, slot] = kinds
         self.count += 1
         return out["logits"]
 
     def generate(
-        self, prompts: Sequence[Prompt], embedding: Tensor, most: int, ends: Collection[int] = ()
+        self,
+        prompts: Sequence[Prompt],
+        embedding: Tensor,
+        most: int,
+        ends: Collection[int] = (),
+        sentence_ends: Collection[int] = (),
     ) -> list[list[int]]:
         """Greedy answers, until each has ended or a window that is never compacted is full.
 
@@ -141,6 +158,7 @@ class Eager:
             embedding: of every token id, [vocab_size, hidden_size].
             most: tokens of an answer, at most.
             ends: ids that end an answer.
+            sentence_ends: ids that end a sentence of it.
 
         Returns:
             Token ids of every prompt's answer, up to and with the one that ends it.
@@ -150,6 +168,7 @@ class Eager:
         filled = [*prompts, *[prompts[-1]] * (self.state.batch - len(prompts))]
         tokens = [self.prefill(filled).argmax(dim=-1)]
         ended = torch.isin(tokens[0], torch.tensor([*ends]))
+        ending, after = torch.tensor([*sentence_ends]), torch.tensor(True)  # an answer begins a sentence
         while len(tokens) < most and not ended.all():
             if self.full and not self.state.compacts:
                 break
@@ -157,7 +176,10 @@ class Eager:
                 self.compact()
             # Answers go on from the prompt's last position, also where tokens before it were pruned.
             positions = [int(prompt.positions[-1]) + len(tokens) for prompt in filled]
-            tokens.append(self.decode(embedding[tokens[-1]], positions).argmax(dim=-1))
+            at_end = torch.isin(tokens[-1], ending)
+            kinds = TEXT + FIRST * (after & ~at_end).int()
+            tokens.append(self.decode(embedding[tokens[-1]], positions, kinds).argmax(dim=-1))
+            after = at_end
             ended |= torch.isin(tokens[-1], torch.tensor([*ends]))
         return [_until(row, ends) for row in torch.stack(tokens, dim=1)[: len(prompts)].tolist()]
 

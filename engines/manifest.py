@@ -133,6 +133,7 @@ class Model:
 
     Attributes:
         kv_heads: KV heads of each layer.
+        sentence_ends: ids of the tokens that end a sentence, as `engines.tokens` finds them in the vocabulary.
     """
 
     model_type: str
@@ -147,6 +148,7 @@ class Model:
     bos_token_id: int | None
     eos_token_ids: list[int]
     embedding: Embedding
+    sentence_ends: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         sizes = ("num_heads", "head_dim", "hidden_size", "vocab_size", "image_tokens")
@@ -239,6 +241,8 @@ class Manifest:
         window = [1, heads, bucket.window, m.head_dim]
         prefill, decode = self._graph(bucket.prefill, "prefill"), self._graph(bucket.decode, "decode")
         prefill.expect(embeddings=[1, length, m.hidden_size], positions=[1, length], kinds=[1, length])
+        if any(spec.name == "segments" for spec in prefill.inputs):
+            prefill.expect(segments=[1, length])
         prefill.expect(logits=[1, m.vocab_size], key_window=window, value_window=window)
         decode.expect(embedding=[1, 1, m.hidden_size], position=[1, 1], logits=[1, m.vocab_size])
         state = {spec.name: spec for spec in prefill.outputs}

@@ -246,6 +246,7 @@ def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
         bos_token_id=text.bos_token_id,
         eos_token_ids=[int(e) for e in (ends if isinstance(ends, list) else [ends]) if e is not None],
         embedding=embedding,
+        sentence_ends=checkpoint.sentence_ends,
     )
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from engines.errors import UserError, one_line
 from engines.preprocessor import ImagePreprocessor
+from engines.tokens import sentence_ends
 from export.attention import use_hook
 from export.compat import check_transformers
 from export.families import FAMILIES
@@ -44,6 +46,13 @@ class Checkpoint:
     def embedding(self) -> torch.Tensor:
         """Token embedding table, [vocab_size, hidden_size], float32."""
         return self.model.get_input_embeddings().weight.detach()
+
+    @cached_property
+    def sentence_ends(self) -> list[int]:
+        """Ids of the tokens that end a sentence."""
+        tokenizer = self.processor.tokenizer.backend_tokenizer
+        ids = [[i] for i in range(tokenizer.get_vocab_size())]
+        return sentence_ends(tokenizer.decode_batch(ids, skip_special_tokens=False))
 
     @property
     def pixel_size(self) -> tuple[int, int]:

@@ -49,8 +49,8 @@ class Compress(nn.Module):
         key, value, positions, bias, index = torch.ops.unicache.topk_gather(
             score, tokens.key, tokens.value, tokens.positions, tokens.bias, self.capacity
         )
-        kinds, mass = tokens.kinds.gather(2, index), tokens.mass.gather(2, index)
-        kept = Tokens(key, value, positions, kinds, bias, mass, tokens.center)
+        kinds, mass, marks = (x.gather(2, index) for x in (tokens.kinds, tokens.mass, tokens.marks))
+        kept = Tokens(key, value, positions, kinds, bias, mass, tokens.center, marks)
         return self.merge(tokens, kept, index), index
 
     def forward(self, tokens: Tokens) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ class Compress(nn.Module):
         elif self.recipe.store == "float16":
             store = {name: rows.half() for name, rows in store.items()}
         store |= {"store_bias": kept.bias.half(), "store_positions": kept.positions, "store_mass": kept.mass}
-        return store | {"store_kinds": kept.kinds.to(torch.int8)}
+        return store | {"store_kinds": (kept.kinds + kept.marks).to(torch.int8)}
 
     def restore(self, store: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Float32 keys and values, [batch, kv_heads, capacity, head_dim], of a store."""

@@ -85,8 +85,16 @@ class Recipe:
     @property
     def needs_kinds(self) -> bool:
         """Whether a stage must tell text from visual tokens also in compaction."""
-        stages = (getattr(self, f.name) for f in dataclasses.fields(self))
-        return any(isinstance(stage, Stage) and stage.needs_kinds for stage in stages)
+        return any(stage.needs_kinds for stage in self._stages())
+
+    @property
+    def needs_segments(self) -> bool:
+        """Whether a stage must know which image or sentence a token of the prompt belongs to."""
+        return any(stage.needs_segments for stage in self._stages())
+
+    def _stages(self) -> list[Stage]:
+        values = (getattr(self, f.name) for f in dataclasses.fields(self))
+        return [stage for stage in values if isinstance(stage, Stage)]
 
     def settings(self) -> dict[str, Any]:
         """Plain data for the manifest; `parse(Recipe, ...)` reads it back."""

@@ -21,9 +21,10 @@ from engines.bundle import Bucket, Bundle
 from engines.errors import UserError
 from engines.ort import OrtSession
 from engines.preprocessor import ImagePreprocessor
+from engines.tokens import FIRST, TEXT, marked
 from runtime import backends
 from runtime.preprocess import preprocess
-from runtime.prompt import TEXT, PromptReader, Rows, choose_bucket, lay_out, left_pad, question_inputs
+from runtime.prompt import PromptReader, Rows, choose_bucket, lay_out, left_pad, question_inputs
 from runtime.state import State
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ class VLM:
         split = rows.after_images if request.question_later else len(rows)
 
         state, logits = self._prefill(embeddings[:split], rows[:split], request.bucket, stats)
+        kinds, ends = marked(rows.kinds, rows.segments), set(self.model.sentence_ends)
         for row in range(split, len(rows)):
             if not self._room(state, request.bucket, stats):
                 raise UserError(
@@ -216,9 +218,9 @@ class VLM:
                     "compacts: ask with the image (without question_later), or choose a level that compacts"
                 )
             with stats.time("question"):
-                logits = self._decode(embeddings[row], int(rows.positions[row]), state, request.bucket)
+                logits = self._decode(embeddings[row], int(rows.positions[row]), kinds[row], state, request.bucket)
 
-        position = rows.total
+        position, after = rows.total, True  # an answer begins a sentence
         while True:
             token = _argmax(logits)
             if token in self.model.eos_token_ids and not request.ignore_eos:
@@ -235,9 +237,10 @@ class VLM:
             if not self._room(state, request.bucket, stats):
                 stats.stop_reason = "window_full"
                 break
+            kind = TEXT + FIRST * (after and token not in ends)
             with stats.time("decode"):
-                logits = self._decode(self._table[token], position, state, request.bucket)
-            position += 1
+                logits = self._decode(self._table[token], position, kind, state, request.bucket)
+            position, after = position + 1, token in ends
 
         stats.kv_bytes, stats.compactions = state.nbytes, state.compactions
         stats.kv_bytes_uncompressed = self.model.kv_bytes(rows.total + stats.generated_tokens)
@@ -255,8 +258,9 @@ class VLM:
                 out = vision.run({"pixel_values": pixels} | self._question(request, vision))
             visual.append(out["visual_tokens"][0])
             kept.append(out["kept"][0])
-        rows = lay_out(request.ids, kept, self.model.image_token_id, self.model.image_tokens)
-        embeddings = np.empty((len(rows), self.model.hidden_size), np.float32)
+        m = self.model
+        rows = lay_out(request.ids, kept, m.image_token_id, m.image_tokens, m.sentence_ends)
+        embeddings = np.empty((len(rows), m.hidden_size), np.float32)
         text = rows.kinds == TEXT
         embeddings[text] = self._table[rows.ids[text]]
         if visual:
@@ -278,10 +282,11 @@ class VLM:
         self._session(bucket.decode, stats)  # loaded here, so that its time is not the first token's
         stats.provider = prefill.provider
         with stats.time("prefill"):
-            outputs = prefill.run(left_pad(embeddings, rows, bucket.length))
+            feeds = left_pad(embeddings, rows, bucket.length)
+            outputs = prefill.run({name: feeds[name] for name in prefill.inputs})
         return State(outputs, bucket), outputs["logits"]
 
-    def _decode(self, embedding: np.ndarray, position: int, state: State, bucket: Bucket) -> np.ndarray:
+    def _decode(self, embedding: np.ndarray, position: int, kind: int, state: State, bucket: Bucket) -> np.ndarray:
         """Run one token, embedding [d] -> logits [1, V]; its keys and values go into the window."""
         decode = self._sessions[bucket.decode]
         token = {
@@ -289,7 +294,7 @@ class VLM:
             "position": np.array([[position]], np.int32),
         }
         outputs = decode.run(token | state.feeds(list(decode.inputs)))
-        state.write(outputs, position)
+        state.write(outputs, position, kind)
         return outputs["logits"]
 
     def _room(self, state: State, bucket: Bucket, stats: Stats) -> bool:

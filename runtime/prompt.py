@@ -14,14 +14,13 @@ import numpy as np
 from engines.bundle import Bucket, Level, Model
 from engines.config import read_json
 from engines.errors import UserError, one_line
+from engines.tokens import PADDING, TEXT, VISUAL, segments
 
 if TYPE_CHECKING:
     import jinja2
     from tokenizers import Tokenizer
 
     Prompt = str | Sequence[Mapping[str, Any]]
-
-PADDING, TEXT, VISUAL = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,21 @@ class Rows:
         ids: token ids, int64 [T]; the image token's id in a visual row.
         positions: int32 [T], counted in the prompt before pruning.
         kinds: TEXT or VISUAL, int32 [T].
+        segments: number of the row's image or sentence, int32 [T].
         total: P, tokens of the prompt before pruning.
     """
 
     ids: np.ndarray
     positions: np.ndarray
     kinds: np.ndarray
+    segments: np.ndarray
     total: int
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, part: slice) -> Rows:
-        return Rows(self.ids[part], self.positions[part], self.kinds[part], self.total)
+        return Rows(self.ids[part], self.positions[part], self.kinds[part], self.segments[part], self.total)
 
     @property
     def after_images(self) -> int:
@@ -52,7 +53,13 @@ class Rows:
         return int(np.flatnonzero(self.kinds == VISUAL)[-1]) + 1
 
 
-def lay_out(ids: Sequence[int], kept: Sequence[np.ndarray], image_token_id: int, image_tokens: int) -> Rows:
+def lay_out(
+    ids: Sequence[int],
+    kept: Sequence[np.ndarray],
+    image_token_id: int,
+    image_tokens: int,
+    sentence_ends: Sequence[int] = (),
+) -> Rows:
     """Expand every image placeholder to the rows that were kept of its image.
 
     Args:
@@ -60,14 +67,17 @@ def lay_out(ids: Sequence[int], kept: Sequence[np.ndarray], image_token_id: int,
         kept: of each image, the ascending indices of its kept tokens, [K].
         image_token_id: the placeholder.
         image_tokens: N, positions that an image takes, however many of them are kept.
+        sentence_ends: ids of text that end a sentence.
     """
-    pieces, start, images = [], 0, iter(kept)
+    pieces, start, images = [], 0, enumerate(kept, 1)
     for token in ids:
-        offsets, kind, length = (next(images), VISUAL, image_tokens) if token == image_token_id else ([0], TEXT, 1)
-        pieces.append([(token, start + int(offset), kind) for offset in offsets])
-        start += length
+        image, offsets = next(images) if token == image_token_id else (0, [0])
+        pieces.append([(token, start + int(offset), image) for offset in offsets])
+        start += image_tokens if image else 1
     table = np.array([row for piece in pieces for row in piece], dtype=np.int64).reshape(-1, 3)
-    return Rows(table[:, 0], table[:, 1].astype(np.int32), table[:, 2].astype(np.int32), start)
+    rows, positions, numbers = table.T
+    kinds = np.where(numbers > 0, VISUAL, TEXT).astype(np.int32)
+    return Rows(rows, positions.astype(np.int32), kinds, segments(rows, numbers, sentence_ends), start)
 
 
 def choose_bucket(tokens: int, level: Level) -> Bucket:
@@ -87,7 +97,7 @@ def choose_bucket(tokens: int, level: Level) -> Bucket:
 
 
 def left_pad(embeddings: np.ndarray, rows: Rows, length: int) -> dict[str, np.ndarray]:
-    """The inputs of a prefill graph: `embeddings` [1, S, d], `positions` [1, S] and `kinds` [1, S].
+    """What a prefill graph may take: `embeddings` [1, S, d]; `positions`, `kinds` and `segments` [1, S].
 
     Args:
         embeddings: [T, d], the rows' embeddings.
@@ -99,6 +109,7 @@ def left_pad(embeddings: np.ndarray, rows: Rows, length: int) -> dict[str, np.nd
         "embeddings": np.pad(embeddings, [(padding, 0), (0, 0)])[None],
         "positions": np.pad(rows.positions, (padding, 0))[None],
         "kinds": np.pad(rows.kinds, (padding, 0), constant_values=PADDING)[None],
+        "segments": np.pad(rows.segments, (padding, 0))[None],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engines.bundle import Bucket
-from runtime.prompt import TEXT
+from engines.tokens import TEXT
 
 REPLACES = "new_"  # an ONNX graph cannot return a tensor under an input's name: `new_X` replaces X
 
@@ -39,13 +39,14 @@ class State:
         """The state's tensors among a graph's inputs."""
         return {name: self.arrays[name] for name in names if name in self.arrays}
 
-    def write(self, outputs: dict[str, np.ndarray], position: int) -> None:
+    def write(self, outputs: dict[str, np.ndarray], position: int, kind: int = TEXT) -> None:
         """Take over what decode returned, and write the new token's rows into the next window slot.
 
         Args:
             outputs: `new_key`, `new_value` [B, H, 1, D], the KV heads of all layers side by side; with compaction also
                 `new_mass` [B, H, 1] and the masses of store and window, which replace those of the state.
             position: of the token, counted in the prompt before pruning.
+            kind: of the token, `FIRST` added where it begins a sentence.
         """
         self._replace(outputs)
         slot, arrays = self.count, self.arrays
@@ -56,7 +57,7 @@ class State:
         arrays["window_bias"][:, slot] = 0
         arrays["window_positions"][:, slot] = position
         if "window_kinds" in arrays:
-            arrays["window_kinds"][:, slot] = TEXT
+            arrays["window_kinds"][:, slot] = kind
         self.count += 1
 
     def compacted(self, outputs: dict[str, np.ndarray]) -> None:

@@ -9,13 +9,15 @@ from torch.nn.functional import pad
 from export.compress import KeyStatistics
 from export.graphs.graph import NEW, Stateful
 from export.graphs.state import State
-from export.stages.tokens import PADDING, TEXT, Tokens
+from export.stages.tokens import PADDING, TEXT, Tokens, unpacked
 
 
-def _kinds(tensors: dict[str, Tensor], region: str) -> Tensor:
-    """Kinds of the tokens in store or window, int32; all TEXT where no stage needs them and the state has none."""
-    name = f"{region}_kinds"
-    return tensors[name].int() if name in tensors else torch.full_like(tensors[f"{region}_positions"], TEXT)
+def _kinds(tensors: dict[str, Tensor], region: str) -> tuple[Tensor, Tensor]:
+    """Kinds and marks of the tokens in store or window, int32; all TEXT where no stage needs them, and none is kept."""
+    if (name := f"{region}_kinds") in tensors:
+        return unpacked(tensors[name].int())
+    kinds = torch.full_like(tensors[f"{region}_positions"], TEXT)
+    return kinds, torch.zeros_like(kinds)
 
 
 class Compact(Stateful):
@@ -36,24 +38,28 @@ class Compact(Stateful):
             heads, shared = decoder.heads(layer), (-1, decoder.kv_heads[layer], -1)
             store, compress = self.state_of(state, layer), self.layer(layer)
             key, value = compress.restore(store)
+            kinds, marks = _kinds(store, "store")
+            new_kinds, new_marks = (x[:, None, :old].expand(shared) for x in _kinds(state, "window"))
             center = self.center_of(layer)
             slots = Tokens(
                 key=key,
                 value=value,
                 positions=store["store_positions"],
-                kinds=_kinds(store, "store"),
+                kinds=kinds,
                 bias=store["store_bias"].float(),
                 mass=store["store_mass"],
                 center=center,
+                marks=marks,
             )
             rows = Tokens(
                 key=state["key_window"][:, heads, :old].float(),
                 value=state["value_window"][:, heads, :old].float(),
                 positions=state["window_positions"][:, None, :old].expand(shared),
-                kinds=_kinds(state, "window")[:, None, :old].expand(shared),
+                kinds=new_kinds,
                 bias=state["window_bias"][:, None, :old].expand(shared),
                 mass=state["window_mass"][:, heads, :old],
                 center=center,
+                marks=new_marks,
             )
             result |= {f"{name}.{layer}": t for name, t in compress(slots + rows).items()}
         for name in ("key_window", "value_window"):

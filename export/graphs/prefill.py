@@ -12,7 +12,7 @@ from export.compress import KeyStatistics
 from export.graphs.graph import Decoding
 from export.graphs.state import State
 from export.stages.importance.importance import Observation
-from export.stages.tokens import PADDING, Tokens
+from export.stages.tokens import PADDING, Tokens, first_marks
 
 
 class Prefill(Decoding):
@@ -27,10 +27,13 @@ class Prefill(Decoding):
             TensorSpec("embeddings", "float32", [*shape, state.decoder.hidden_size]),
             TensorSpec("positions", "int32", shape),
             TensorSpec("kinds", "int32", shape),
+            *([TensorSpec("segments", "int32", shape)] if state.recipe.needs_segments else []),
         )
         self.outputs = ["logits", *state.specs()]
 
-    def compute(self, embeddings: Tensor, positions: Tensor, kinds: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+    def compute(  # type: ignore[override]
+        self, embeddings: Tensor, positions: Tensor, kinds: Tensor, segments: Tensor | None = None
+    ) -> dict[str, Tensor]:
         state, length = self.state, self.state.length
         real = kinds != PADDING
         order = torch.arange(length)
@@ -41,6 +44,7 @@ class Prefill(Decoding):
         cached: dict[int, Tokens] = {}
         places = torch.where(real, positions, -1)
         empty = torch.where(real, 0.0, -torch.inf)
+        marks = torch.zeros_like(kinds) if segments is None else first_marks(kinds, segments)
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             key = self.centred(key, layer)
@@ -55,8 +59,8 @@ class Prefill(Decoding):
                         rotary=lambda at: self.language_model.get_submodule("rotary_emb")(embeddings, at),
                     )
                 )  # fmt: skip
-            mine, its, holes = (x[:, None].expand(-1, key.shape[1], -1) for x in (places, kinds, empty))
-            cached[layer] = Tokens(key, value, mine, its, holes, mass, self.center_of(layer))
+            mine, its, holes, flags = (x[:, None].expand(-1, key.shape[1], -1) for x in (places, kinds, empty, marks))
+            cached[layer] = Tokens(key, value, mine, its, holes, mass, self.center_of(layer), flags)
             return full_attention(query, key, value, bias, scale)
 
         result = {"logits": self.logits(embeddings, positions, attention)}
@@ -71,5 +75,5 @@ class Prefill(Decoding):
         result["window_mass"] = pad(torch.cat([t.mass[:, :, split:] for t in rows], dim=1), (0, free))
         result["window_bias"] = pad(empty[:, split:], (0, free), value=-torch.inf)
         result["window_positions"] = pad(places[:, split:], (0, free), value=-1)
-        result["window_kinds"] = pad(kinds[:, split:], (0, free), value=PADDING).to(torch.int8)
+        result["window_kinds"] = pad((kinds + marks)[:, split:], (0, free), value=PADDING).to(torch.int8)
         return result

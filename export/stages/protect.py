@@ -1,4 +1,4 @@
-"""Tokens that are never dropped: sinks and the last ones (StreamingLLM, arXiv 2309.17453), those at an image's edge."""
+"""Tokens that are never dropped: sinks and the last ones (StreamingLLM, arXiv 2309.17453), edges, sentence starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
+from export.stages.ranking import rank
 from export.stages.stage import Stage
 from export.stages.tokens import VISUAL, Tokens
 
@@ -17,7 +18,10 @@ EMPTY = -1e30  # below any score: padding is never kept while a real token is dr
 
 @dataclass(eq=False)
 class Protect(Stage):
-    """Lift the sinks and the most recent of the tokens to choose from above every score.
+    """Lift some of the tokens to choose from above every score.
+
+    The number kept is the capacity's, whatever is protected. Where not all that is protected fits, sinks, recent tokens
+    and separators come first, in their order, then the sentences' first tokens by their score.
 
     Attributes:
         sinks: first tokens of the sequence, by original position.
@@ -27,12 +31,15 @@ class Protect(Stage):
             more than at the question.
         separators: tokens on either side of a change between text and image, where words refer to what they stand
             beside. Where tokens in between were dropped, those that are left count.
+        sentence_first: whether the first token of every sentence is protected: attention gathers what a sentence said
+            there, or on its end. An answer's sentences count as well.
     """
 
     sinks: int = 4
     recent: int = 4
     recent_depth: float = 1.0
     separators: int = 0
+    sentence_first: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent", "separators"):
@@ -43,7 +50,11 @@ class Protect(Stage):
 
     @property
     def needs_kinds(self) -> bool:  # type: ignore[override]
-        return self.separators > 0
+        return self.separators > 0 or self.sentence_first
+
+    @property
+    def needs_segments(self) -> bool:  # type: ignore[override]
+        return self.sentence_first
 
     def forward(self, score: Tensor, tokens: Tokens, depth: float) -> Tensor:
         """Final priorities for the selection.
@@ -62,6 +73,9 @@ class Protect(Stage):
         protected = (positions < self.sinks) | (positions > newest - recent)
         if self.separators:
             protected = protected | self._beside_the_other(tokens)
+        if self.sentence_first:
+            (place,) = rank(score, tokens.real)
+            score = torch.where(tokens.first, score.shape[-1] - place, -place)
         return torch.where(tokens.real, torch.where(protected, PROTECTED, score), EMPTY)
 
     def _beside_the_other(self, tokens: Tokens) -> Tensor:

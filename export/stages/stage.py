@@ -15,9 +15,11 @@ class Stage(nn.Module):
 
     Attributes:
         needs_kinds: whether it must tell text from visual tokens also in compaction.
+        needs_segments: whether it must know which image or sentence a token of the prompt belongs to.
     """
 
     needs_kinds: ClassVar[bool] = False
+    needs_segments: ClassVar[bool] = False
 
     def __new__(cls, *_args, **_kwargs):
         self = super().__new__(cls)

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-PADDING, TEXT, VISUAL = 0, 1, 2  # kinds of tokens
+from engines.tokens import FIRST as FIRST
+from engines.tokens import PADDING as PADDING
+from engines.tokens import TEXT as TEXT
+from engines.tokens import VISUAL as VISUAL
+
+MARKS = (FIRST,)  # what may be added to a kind in the KV state, powers of two
 
 
 @dataclass
@@ -24,6 +29,7 @@ class Tokens:
         bias: 0 a token, log(n) n merged, -inf empty, [batch, kv_heads, tokens], float32.
         mass: attention received, as the importance stage counts it, [batch, kv_heads, tokens], float32.
         center: what was subtracted from the keys, [kv_heads, 1, head_dim]; None if nothing was.
+        marks: a sum of `MARKS`, [batch, kv_heads, tokens], int32; 0 if not given.
     """
 
     key: Tensor
@@ -33,11 +39,21 @@ class Tokens:
     bias: Tensor
     mass: Tensor
     center: Tensor | None = None
+    marks: Tensor = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.marks is None:
+            self.marks = torch.zeros_like(self.kinds)  # type: ignore[unreachable]
 
     @property
     def real(self) -> Tensor:
         """Which slots hold a token, bool [batch, kv_heads, tokens]."""
         return self.bias > EMPTY_BIAS
+
+    @property
+    def first(self) -> Tensor:
+        """Which text tokens begin a sentence, bool [batch, kv_heads, tokens]."""
+        return self.marks == FIRST
 
     @property
     def plain_key(self) -> Tensor:
@@ -66,10 +82,23 @@ class Tokens:
             kinds=pad(self.kinds, (0, more), value=PADDING),
             bias=pad(self.bias, (0, more), value=-torch.inf),
             mass=pad(self.mass, (0, more)),
+            marks=pad(self.marks, (0, more)),
         )
 
     def _rows(self) -> dict[str, Tensor]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "center"}
+
+
+def first_marks(kinds: Tensor, segments: Tensor) -> Tensor:
+    """`FIRST` where a sentence begins, else 0; kinds and segments [batch, tokens], int32, as `engines.tokens` says."""
+    before, its = (pad(x[:, :-1], (1, 0)) for x in (kinds, segments))
+    return FIRST * ((kinds == TEXT) & ((before != TEXT) | (its != segments))).int()
+
+
+def unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Kinds and marks of a state's kinds, int32."""
+    marks = torch.div(packed, FIRST, rounding_mode="trunc") * FIRST
+    return packed - marks, marks
 
 
 EMPTY_BIAS = -1e4  # a bias at or below it marks an empty slot; finite for float16 stores

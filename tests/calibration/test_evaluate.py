@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, GenerationConfig
@@ -16,6 +17,8 @@ from export import checkpoint as checkpoints
 from export import recipe as recipes
 from export.checkpoint import Checkpoint
 from export.recipe import Recipe
+from export.stages.tokens import FIRST, TEXT
+from runtime.prompt import lay_out
 from tests.export import tiny
 from tests.export.tiny import Prompt
 
@@ -55,6 +58,31 @@ def generated(folder: Path, prompts: list[Prompt]) -> list[list[int]]:
     with torch.no_grad():
         out = [model.generate(**prompt.inputs, generation_config=config)[0] for prompt in prompts]
     return [row[len(prompt) :].tolist() for row, prompt in zip(out, prompts, strict=True)]
+
+
+def test_segments_are_those_of_the_runtime(checkpoint: Checkpoint) -> None:
+    decode = checkpoint.processor.tokenizer.convert_ids_to_tokens
+    assert set(decode(checkpoint.sentence_ends)) == {".", "?"}
+    pictures = [tiny.picture(1), tiny.picture(2)]
+    prompt = Prompt(checkpoint, "what color is the shape ? how many digits ? red", pictures)
+    ids, image, size = prompt.ids.tolist(), checkpoint.image_token_id, checkpoint.image_tokens
+    placeholders = [token for i, token in enumerate(ids) if token != image or ids[i - 1] != image]
+    rows = lay_out(placeholders, [np.arange(size)] * 2, image, size, checkpoint.sentence_ends)
+    assert rows.ids.tolist() == ids
+    assert prompt.segments.tolist() == rows.segments.tolist()
+    text = prompt.segments[prompt.kinds == TEXT]
+    assert text.unique().tolist() == [1, 2, 3, 4, 5]  # before and between the images, and three after them
+
+
+def test_the_window_marks_where_sentences_begin(
+    checkpoint: Checkpoint, prompts: list[Prompt], generated: list[list[int]]
+) -> None:
+    recipe = tiny.recipe(budget={"keep": 2.5}, protect={"sentence_first": True}, window={"recent": 0.0})
+    model, ends = eager(checkpoint, recipe, len(prompts)), {row[2] for row in generated}
+    model.generate(prompts, checkpoint.embedding, 6, (), ends)
+    for row, kinds in zip(generated, model.tensors["window_kinds"].tolist(), strict=True):
+        after = [True, *(token in ends for token in row)]
+        assert kinds[:5] == [TEXT + FIRST * (after[i] and row[i] not in ends) for i in range(5)]
 
 
 def eager(checkpoint: Checkpoint, recipe: Recipe, batch: int) -> Eager:

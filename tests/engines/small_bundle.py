@@ -23,7 +23,7 @@ def graphs() -> dict[str, Graph]:
     window = {"key_window": [1, 3, 4, 4], "value_window": [1, 3, 4, 4]}
     taken = {
         "vision": specs(pixel_values=[1, 3, 2, 2]),
-        "prefill": specs(embeddings=[1, 8, 4], positions=[1, 8], kinds=[1, 8]),
+        "prefill": specs(embeddings=[1, 8, 4], positions=[1, 8], kinds=[1, 8], segments=[1, 8]),
         "decode": specs(embedding=[1, 1, 4], position=[1, 1], **window),
         "compact": specs(**window),
     }

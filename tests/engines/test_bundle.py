@@ -179,6 +179,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("levels.light.buckets.0.capacities", [4], "not those of 2 layers"),
         ("levels.light.buckets.0.capacities", [4, -1], "not those of 2 layers"),
         ("levels.light.buckets.0.length", 9, r"prefill.onnx: embeddings should be \[1, 9, 4\]"),
+        ("graphs.prefill.inputs.3.shape", [1, 7], r"prefill.onnx: segments should be \[1, 8\]"),
         ("levels.light.buckets.0.window", 3, "key_window should be"),
         ("levels.light.visual_tokens", 4, r"vision.onnx: visual_tokens should be \[1, 4, 4\]"),
         ("graphs.decode.inputs.2.dtype", "float16", "decode.onnx takes key_window, which prefill.onnx does not"),

@@ -113,7 +113,7 @@ class Prompt(evaluate.Prompt):
         self._take(evaluate.prompt_of(checkpoint, self.inputs))
 
     def _take(self, rows: evaluate.Prompt) -> None:
-        super().__init__(rows.embeddings, rows.kinds, rows.positions)
+        super().__init__(rows.embeddings, rows.kinds, rows.positions, rows.segments)
 
     @classmethod
     def of_ids(cls, checkpoint: Checkpoint, ids: list[int]) -> Prompt:
@@ -128,7 +128,7 @@ class Prompt(evaluate.Prompt):
         """The prompt with some of its rows, at their original positions."""
         fewer = object.__new__(Prompt)
         fewer.inputs, fewer.ids = self.inputs, self.ids
-        fewer._take(evaluate.Prompt(self.embeddings[rows], self.kinds[rows], self.positions[rows]))
+        fewer._take(evaluate.Prompt(self.embeddings[rows], self.kinds[rows], self.positions[rows], self.segments[rows]))
         return fewer
 
 

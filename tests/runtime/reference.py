@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.runtime.toy import END, HEAD_DIM, HEADS, IMAGE, IMAGE_TOKENS, KV_HEADS, LAYERS, LEVELS, PREPROCESSOR, WEIGHTS
+from tests.runtime.toy import SENTENCE_ENDS as ENDS
 
 
 @dataclass
 class Slot:
     row: np.ndarray  # [d]
     position: int
+    kind: int  # 1 text, 2 visual; as decoded 5 if it begins a sentence
     mass: list[np.ndarray] = field(default_factory=lambda: [np.zeros(heads) for heads in KV_HEADS])
 
 
@@ -27,6 +29,7 @@ class Answer:
     kept: list[list[int]]
     stop: str = ""
     compacted_at: list[int] = field(default_factory=list)  # decode steps before which the window was compacted
+    full: list[list[int]] = field(default_factory=list)  # kinds of the windows that were compacted
     window: list[Slot | None] = field(default_factory=list)
     stores: list[list[Slot | None]] = field(default_factory=list)
 
@@ -74,24 +77,34 @@ def answer(
     """Generate from token ids with one placeholder an image."""
     keep, compacts, sizes = LEVELS[level]
 
-    def row(embedding: np.ndarray, position: int, kind: int) -> Slot:
-        return Slot(embedding + WEIGHTS["position"][position] + WEIGHTS["kind"][kind], position)
+    def row(embedding: np.ndarray, position: int, kind: int, first: bool = False) -> Slot:
+        return Slot(embedding + WEIGHTS["position"][position] + WEIGHTS["kind"][kind], position, kind + 4 * first)
 
-    prompt, position, last_visual, kept, remaining = [], 0, 0, [], list(images)
+    prompt, segments, position, last_visual, kept, remaining = [], [], 0, 0, [], list(images)
+    sentence, before = 0, IMAGE
     for token in ids:
         if token == IMAGE:
             rows, places = look(remaining.pop(0), keep)
             kept.append(places)
             prompt += [row(r, position + place, 2) for r, place in zip(rows, places, strict=True)]
+            segments += [len(kept)] * keep
             last_visual = len(prompt)
             position += IMAGE_TOKENS
         else:
-            prompt.append(row(WEIGHTS["embedding"][token], position, 1))
+            first = before == IMAGE or (before in ENDS and token not in ENDS)
+            sentence += first
+            prompt.append(row(WEIGHTS["embedding"][token], position, 1, first))
+            segments.append(sentence)
             position += 1
+        before = token
 
     length, capacities, size, recent = next(s for s in sizes if len(prompt) <= s[0])
-    first = last_visual if question_later else len(prompt)
-    early, later = prompt[:first], prompt[first:]
+    split = last_visual if question_later else len(prompt)
+    early, later = prompt[:split], prompt[split:]
+    for slot, segment in zip(early, segments, strict=False):
+        slot.kind %= 4  # the toy's prefill marks nothing
+        if compacts:
+            slot.row = slot.row + WEIGHTS["segment"][segment]
     slots: list[Slot | None] = [None] * (length - len(early)) + list(early)
     logits = forward(early[-1].row, [slots] * LAYERS, [])
     # Masses belong to a layer, so the same slot objects can lie in every layer's store.
@@ -104,6 +117,7 @@ def answer(
         if len(window) == size:
             if not compacts:
                 return False
+            result.full.append([s.kind for s in window if s])
             leaving, window = window[: size - recent], window[size - recent :]
             stores = [(s + leaving)[-len(s) :] for s in stores]
             result.compacted_at.append(len(result.decoded))
@@ -115,6 +129,7 @@ def answer(
 
     for slot in later:
         assert decode(slot)
+    before = ENDS[0]  # an answer begins a sentence
     while True:
         token = int(logits.argmax())
         if token == END and not ignore_eos:
@@ -127,9 +142,10 @@ def answer(
         if position == len(WEIGHTS["position"]):
             result.stop = "max_positions"
             break
-        if not decode(row(WEIGHTS["embedding"][token], position, 1)):
+        first = before in ENDS and token not in ENDS
+        if not decode(row(WEIGHTS["embedding"][token], position, 1, first)):
             result.stop = "window_full"
             break
-        position += 1
+        position, before = position + 1, token
     result.window, result.stores = window, stores
     return result

@@ -86,6 +86,7 @@ def test_equals_the_judge(level: str, images: int, question_later: bool, bundle_
         np.testing.assert_allclose(logits, judge.logits, atol=1e-3)
         assert [int(feeds["position"][0, 0]) for _, feeds, _ in recorder.of("decode")] == judge.decoded
         assert [outputs["kept"][0].tolist() for _, _, outputs in recorder.of("vision")] == judge.kept
+        assert [feeds["window_kinds"][0].tolist() for _, feeds, _ in recorder.of("compact")] == judge.full
 
 
 def test_compact_is_called_exactly_when_the_window_is_full(bundle_path: Path, recorder: Recorder) -> None:
@@ -138,6 +139,7 @@ def test_prompt_is_left_padded_with_original_positions(bundle_path: Path, record
     padding = 16 - len(positions)
     assert feeds["positions"][0].tolist() == [0] * padding + positions
     assert feeds["kinds"][0].tolist() == [0] * padding + [1] * start + [2, 2] + [1] * (len(ids) - start - 1)
+    assert feeds["segments"][0].tolist() == [0] * padding + [1] * start + [1, 1] + [2] * (len(ids) - start - 1)
     assert not feeds["embeddings"][0, :padding].any()
     np.testing.assert_array_equal(feeds["embeddings"][0, padding], toy.WEIGHTS["embedding"][1])
 
@@ -183,7 +185,7 @@ def test_bytes_are_those_of_every_state_tensor(bundle_path: Path) -> None:
     stats = ask(vlm, "what is it", [image(0)], max_new_tokens=5, ignore_eos=True).stats
     heads, dim, window = toy.KV_HEADS, toy.HEAD_DIM, 8
     slot = 2 * 4 * dim + 2 + 4 + 4  # K, V float32; bias float16; position int32; mass float32
-    window_bytes = sum(heads) * window * (2 * 4 * dim + 4) + window * (4 + 4)
+    window_bytes = sum(heads) * window * (2 * 4 * dim + 4) + window * (4 + 4 + 1)
     assert stats.kv_bytes == (8 * heads[0] + 6 * heads[1]) * slot + window_bytes
     tokens = len(ids_of("what is it", 1)) - 1 + toy.IMAGE_TOKENS + 5
     assert stats.kv_bytes_uncompressed == tokens * 2 * sum(heads) * dim * 2

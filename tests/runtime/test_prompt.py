@@ -19,6 +19,7 @@ from engines.errors import UserError
 from runtime.prompt import PromptReader, Rows, choose_bucket, lay_out, left_pad, question_inputs
 from tests.runtime import toy
 
+ENDS = [5, 6, 7]
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-vlm"
 
 
@@ -188,24 +189,29 @@ def test_end_token_does_not_show(tmp_path: Path) -> None:
     assert reader(tmp_path).decode([56, 64, 2]) == "red circle"
 
 
-@given(st.lists(st.one_of(st.integers(5, 20), st.sets(st.integers(0, 6), max_size=7).map(sorted)), max_size=12))
+@given(st.lists(st.one_of(st.integers(5, 12), st.sets(st.integers(0, 6), max_size=7).map(sorted)), max_size=12))
 def test_rows_by_definition(items: list[Any]) -> None:
     """A list of text ids and images (their kept places): positions count all 7 of an image, rows the kept."""
     ids = [4 if isinstance(item, list) else item for item in items]
     kept = [np.array(item, np.int32) for item in items if isinstance(item, list)]
-    expected, position = [], 0
+    expected, position, images, sentences, before = [], 0, 0, 0, None
     for item in items:
         if isinstance(item, list):
-            expected += [(4, position + place, 2) for place in item]
+            images += 1
+            expected += [(4, position + place, 2, images) for place in item]
             position += 7
+            before = None if item else before  # an image of which nothing is kept parts no sentence
         else:
-            expected.append((item, position, 1))
+            if before is None or (before in ENDS and item not in ENDS):
+                sentences += 1
+            expected.append((item, position, 1, sentences))
             position += 1
-    rows = lay_out(ids, kept, 4, 7)
-    assert list(zip(rows.ids.tolist(), rows.positions.tolist(), rows.kinds.tolist(), strict=True)) == expected
+            before = item
+    rows = lay_out(ids, kept, 4, 7, ENDS)
+    arrays = (rows.ids, rows.positions, rows.kinds, rows.segments)
+    assert list(zip(*(array.tolist() for array in arrays), strict=True)) == expected
     assert rows.total == position
-    assert rows.positions.dtype == np.int32
-    assert rows.kinds.dtype == np.int32
+    assert [array.dtype for array in arrays[1:]] == [np.int32] * 3
 
 
 def test_first_row_after_the_images() -> None:
@@ -215,12 +221,14 @@ def test_first_row_after_the_images() -> None:
 
 
 def test_left_pad() -> None:
-    rows = Rows(np.array([5, 4, 6]), np.array([0, 3, 9], np.int32), np.array([1, 2, 1], np.int32), 10)
+    positions, kinds, segments = (np.array(values, np.int32) for values in ([0, 3, 9], [1, 2, 1], [1, 1, 2]))
+    rows = Rows(np.array([5, 4, 6]), positions, kinds, segments, 10)
     inputs = left_pad(np.ones((3, 2), np.float32), rows, 5)
     assert inputs["embeddings"].tolist() == [[[0, 0], [0, 0], [1, 1], [1, 1], [1, 1]]]
     assert inputs["positions"].tolist() == [[0, 0, 0, 3, 9]]
     assert inputs["kinds"].tolist() == [[0, 0, 1, 2, 1]]
-    assert [array.dtype for array in inputs.values()] == [np.float32, np.int32, np.int32]
+    assert inputs["segments"].tolist() == [[0, 0, 1, 1, 2]]
+    assert [array.dtype for array in inputs.values()] == [np.float32, np.int32, np.int32, np.int32]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """A bundle small enough to compute by hand: real attention over store + window in a few ONNX nodes, random weights.
 
-A token's row is its embedding + what its position adds + what its kind adds. Every layer attends from that row (layers
-do not feed each other), and the logits are a sum over layers. The second layer's two query heads share one KV head. The
-store keeps the *last* C tokens before the window.
+A token's row is its embedding + what its position adds + what its kind adds; at the level that compacts, a token of the
+prompt also has what its segment adds, and the window holds kinds. Every layer attends from that row (layers do not feed
+each other), and the logits are a sum over layers. The second layer's two query heads share one KV head. The store keeps
+the *last* C tokens before the window.
 `reference.py` computes the same with lists and numpy, without anything of the runtime.
 """
 
@@ -29,6 +30,7 @@ WORDS = [
 ]
 # fmt: on
 VOCABULARY = len(WORDS)
+SENTENCE_ENDS = [WORDS.index(word) for word in ("it", "red", "two", "yes", "small")]
 END, IMAGE = WORDS.index("</s>"), WORDS.index("<image>")
 EMBEDDING_OFFSET = 4096
 TEMPLATE = (
@@ -49,6 +51,7 @@ WEIGHTS = {
     "embedding": _random(VOCABULARY, HIDDEN, seed=1),
     "position": _random(POSITIONS, HIDDEN, seed=2),
     "kind": _random(3, HIDDEN, seed=3),
+    "segment": _random(POSITIONS, HIDDEN, seed=10),
     "vision": _random(3, HIDDEN, seed=4, scale=3.0),
     "query": _random(LAYERS, HIDDEN, HIDDEN, seed=5, scale=0.4),
     "key": _random(LAYERS, HIDDEN, HIDDEN, seed=6, scale=0.4),
@@ -147,6 +150,8 @@ def _state(bucket: Bucket) -> dict[str, tuple[str, list[int]]]:
         specs["window_mass"] = ("float32", [1, sum(KV_HEADS), bucket.window])
     specs["window_bias"] = ("float32", [1, bucket.window])
     specs["window_positions"] = ("int32", [1, bucket.window])
+    if bucket.compact:
+        specs["window_kinds"] = ("int8", [1, bucket.window])
     return specs
 
 
@@ -206,6 +211,9 @@ def _prefill(bucket: Bucket) -> Builder:
     positions = g.input("positions", "int32", 1, length)
     kinds = g.input("kinds", "int32", 1, length)
     rows = _rows(g, embeddings, positions, kinds)
+    if bucket.compact:
+        segments = g.input("segments", "int32", 1, length)
+        rows = g("Add", rows, g("Gather", g.const(WEIGHTS["segment"]), segments))
     last = g.cut(rows, length - 1, length, 1)
     empty = g("Equal", g.cast(kinds, "int64"), g.const([0]))
     bias = g("Where", empty, g.const([-np.inf]), g.const([0.0]))
@@ -242,6 +250,7 @@ def _prefill(bucket: Bucket) -> Builder:
         "window_mass": g("Concat", *masses, axis=1),
         "window_bias": g.append(g.cut(bias, edge, length, 1), [1, free], 1, -np.inf),
         "window_positions": g.append(g.cut(places, edge, length, 1), [1, free], 1, -1, "int32"),
+        "window_kinds": g.append(g.cast(g.cut(kinds, edge, length, 1), "int8"), [1, free], 1, 0, "int8"),
     }
     for name, value in window.items():
         if name in state:
@@ -256,7 +265,7 @@ def _decode(bucket: Bucket) -> Builder:
     embedding = g.input("embedding", "float32", 1, 1, HIDDEN)
     position = g.input("position", "int32", 1, 1)
     for name, (dtype, shape) in state.items():
-        if "positions" not in name:
+        if "positions" not in name and "kinds" not in name:
             g.input(name, dtype, *shape)
     row = _rows(g, embedding, position, None)
     window_bias = g.append(g.reshape("window_bias", 1, 1, width), [1, 1, 1], 2, 0)
@@ -308,8 +317,8 @@ def _compact(bucket: Bucket) -> Builder:
             everything = g("Concat", f"{name}.{layer}", g.cut(window, 0, old, 2), axis=2)
             dtype, shape = state[f"{name}.{layer}"]
             g.output(f"new_{name}.{layer}", g.cut(everything, old, slots + old, 2), dtype, *shape)
-    fills = {"window_bias": (1, -np.inf), "window_positions": (1, -1), "window_mass": (2, 0), "key_window": (2, 0)}
-    for name, (axis, fill) in (fills | {"value_window": fills["key_window"]}).items():
+    fills = {"window_bias": (1, -np.inf), "window_positions": (1, -1), "window_kinds": (1, 0), "window_mass": (2, 0)}
+    for name, (axis, fill) in (fills | {"key_window": (2, 0), "value_window": (2, 0)}).items():
         dtype, shape = state[name]
         empty = [*shape[:axis], old, *shape[axis + 1 :]]
         g.output(f"new_{name}", g.append(g.cut(name, old, width, axis), empty, axis, fill, dtype), dtype, *shape)
@@ -364,6 +373,7 @@ def build(out: Path) -> Path:
             bos_token_id=1,
             eos_token_ids=[END],
             embedding=Embedding(EMBEDDING_OFFSET, "float32", list(table.shape)),
+            sentence_ends=SENTENCE_ENDS,
         )
         bundle.seal(folder, Manifest(model, levels, "loose", graphs, backends={"ort": "toy"}))
     return out

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from export.stages.modality.modality import Modality
+from export.stages.ranking import rank
 from export.stages.tokens import VISUAL, Tokens
 
 SMALL = 1e-6  # keeps quotas above 0 where a modality has no token or only equal ones
@@ -20,9 +21,7 @@ class Density(Modality):
     """A modality's quota is proportional to its tokens times their density, 1 - mean cosine of two different keys.
 
     Within a modality the score decides: the token of rank r (from 0) gets the priority -(r + 1/2) / quota, so that the
-    top-k takes as many of each modality as its quota says, rounded, whatever the scores' scales. Ranks come from
-    comparing every token with every other, [batch, kv_heads, tokens, tokens]: no larger than the prefill's own
-    attention, and TensorRT's sort ends at 3,840 tokens.
+    top-k takes as many of each modality as its quota says, rounded, whatever the scores' scales.
 
     Attributes:
         visual_cap, text_cap: largest share of the slots for a modality; what is over passes to the other.
@@ -50,8 +49,7 @@ class Density(Modality):
         text = tokens.real & ~visual
         for_visual = self.quota(tokens, visual, text, capacity)
         quota = torch.where(visual, for_visual, capacity - for_visual).clamp(min=SMALL)
-        before = _before(score)
-        of_visual, of_text = ((before @ chosen.float()[..., None])[..., 0] for chosen in (visual, text))
+        of_visual, of_text = rank(score, visual, text)
         return -(torch.where(visual, of_visual, of_text) + 0.5) / quota
 
     def quota(self, tokens: Tokens, visual: Tensor, text: Tensor, capacity: int) -> Tensor:
@@ -82,17 +80,3 @@ def _density(unit: Tensor, chosen: Tensor) -> Tensor:
     count = chosen.sum(-1, keepdim=True).float()
     pairs = unit.sum(2).square().sum(-1, keepdim=True) - unit.square().sum((2, 3))[..., None]
     return (1 - pairs / (count * (count - 1)).clamp(min=1)).clamp(min=SMALL)
-
-
-def _before(score: Tensor) -> Tensor:
-    """1 where a token (last axis) comes before another, of equal scores the one of lower index, else 0.
-
-    Args:
-        score: [batch, kv_heads, tokens].
-
-    Returns:
-        [batch, kv_heads, tokens, tokens], float32.
-    """
-    index = torch.arange(score.shape[-1])
-    mine, other = score[..., None], score[..., None, :]
-    return ((other > mine) | ((other == mine) & (index < index[:, None]))).float()

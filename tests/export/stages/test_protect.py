@@ -12,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.tokens import marked
 from export.checkpoint import Checkpoint
 from export.compress import Compress
 from export.stages.protect import PROTECTED, Protect
-from export.stages.tokens import TEXT, VISUAL, Tokens
+from export.stages.tokens import FIRST, TEXT, VISUAL, Tokens
 from tests.export import tiny
 from tests.export.stages.exporting import check_exported
-from tests.export.stages.strategies import cached, tokens_of
+from tests.export.stages.strategies import cached, seeds, tokens_of
 
 
 def select(recipe_tables: dict, capacity: int, tokens: Tokens, depth: float = 0.0) -> torch.Tensor:
@@ -85,14 +86,69 @@ def test_separators_stay_what_they_are_when_tokens_between_are_dropped() -> None
         assert beside <= set(kept.positions[0, 0].tolist())
 
 
-def test_only_separators_need_kinds() -> None:
+def with_firsts(tokens: Tokens, seed: int, share: float) -> Tokens:
+    """Some of the text tokens begin a sentence."""
+    chosen = np.random.default_rng(seed).random(tokens.mass.shape) < share
+    marks = torch.from_numpy(chosen) & (tokens.kinds == TEXT)
+    return dataclasses.replace(tokens, marks=FIRST * marks.int())
+
+
+@given(
+    tokens=cached(),
+    capacity=st.integers(1, 32),
+    seed=seeds,
+    share=st.sampled_from([0, 0.2, 1]),
+    sinks=st.integers(0, 2),
+)
+def test_sentences_keep_their_first_token(tokens: Tokens, capacity: int, seed: int, share: float, sinks: int) -> None:
+    tokens = with_firsts(tokens, seed, share).padded(capacity)
+    tables = {"protect": {"sinks": sinks, "recent": 1, "sentence_first": True}, "importance": {"pool": 1}}
+    kept, index = Compress(tiny.recipe(**tables), capacity, 0.0, None).select(tokens)
+    for b, h in np.ndindex(*index.shape[:2]):
+        positions, real = tokens.positions[b, h].tolist(), tokens.real[b, h].tolist()
+
+        def key(i: int, b=b, h=h, positions=positions, real=real) -> tuple[float, ...]:
+            if not real[i]:
+                return (3, 0, i)
+            if positions[i] < sinks or positions[i] == max(positions):
+                return (0, 0, i)
+            return (1 if tokens.marks[b, h, i] else 2, -float(tokens.mass[b, h, i]), i)
+
+        assert index[b, h].tolist() == sorted(sorted(range(len(real)), key=key)[:capacity])
+        assert torch.equal(kept.marks[b, h], tokens.marks[b, h, index[b, h]])
+
+
+def test_sentence_starts_outlive_compactions(checkpoint: Checkpoint) -> None:
+    """Of the prompt and of the answer; by positions, as tokens are dropped around them."""
+    prompt = tiny.Prompt(checkpoint, "how many digits ? what color is it ? red", [tiny.picture(1)])
+    tables = {"protect": {"sinks": 0, "recent": 0, "sentence_first": True}, "budget": {"keep": 0.3}}
+    driver = tiny.Driver(checkpoint.decoder, tiny.recipe(**tables, window={"recent": 0.0}), 64)
+    packed = marked(prompt.kinds.numpy(), prompt.segments.numpy())
+    starts = set(np.flatnonzero(packed == TEXT + FIRST).tolist())
+    assert len(starts) == 4  # before the image, and three after it
+    driver.prefill([prompt])
+    for step in range(25):
+        if driver.full:
+            driver.compact()
+        for layer in range(checkpoint.decoder.num_layers):
+            assert all(starts <= visible for visible in driver.visible(layer))
+        position, first = len(prompt) + step, step % 9 == 0
+        driver.decode(checkpoint.embedding[7 + step][None], [position], TEXT + FIRST * first)
+        starts |= {position} if first else set()
+    assert driver.compactions == 3
+
+
+def test_who_needs_kinds_and_segments() -> None:
     assert not tiny.recipe().needs_kinds
     assert tiny.recipe(protect={"separators": 1}).needs_kinds
+    assert not tiny.recipe(protect={"separators": 1}).needs_segments
+    assert tiny.recipe(protect={"sentence_first": True}).needs_kinds
+    assert tiny.recipe(protect={"sentence_first": True}).needs_segments
 
 
 @pytest.mark.slow
 def test_the_exported_graphs_agree(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    check_exported(checkpoint, tmp_path, protect={"sinks": 1, "recent": 2, "separators": 2})
+    check_exported(checkpoint, tmp_path, protect={"sinks": 1, "recent": 2, "separators": 2, "sentence_first": True})
 
 
 @pytest.mark.parametrize("wrong", [{"sinks": -1}, {"recent": -1}, {"recent_depth": 1.5}, {"separators": -1}])
