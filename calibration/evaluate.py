@@ -98,6 +98,9 @@ class Eager:
         state = self.state
         if (longest := max(map(len, prompts))) > state.length:
             raise ValueError(f"a prompt of {longest} tokens does not fit a bucket of {state.length}")
+        texts = [int((prompt.kinds == TEXT).sum()) for prompt in prompts]
+        if (short := state.shortened) and not all(map(short.fits, map(len, prompts), texts)):
+            raise ValueError(f"{max(texts)} text tokens do not fit a prompt that is shortened to {short.tokens}")
         shape = (state.batch, state.length)
         embeddings = torch.zeros(*shape, state.decoder.hidden_size)
         positions = torch.zeros(shape, dtype=torch.int32)

@@ -40,12 +40,13 @@ from engines.manifest import (
     Manifest,
     Model,
     Plan,
+    Shortened,
     TensorSpec,
 )
 
 __all__ = [
-    "Bucket", "Bundle", "Embedding", "Graph", "Level", "Manifest", "Model", "Plan", "TensorSpec", "read", "seal",
-    "sha256", "writing",
+    "Bucket", "Bundle", "Embedding", "Graph", "Level", "Manifest", "Model", "Plan", "Shortened", "TensorSpec", "read",
+    "seal", "sha256", "writing",
 ]  # fmt: skip
 
 MANIFEST, CHECKSUM = "manifest.json", "manifest.sha256"

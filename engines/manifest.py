@@ -63,6 +63,23 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Shortened:
+    """How long a prompt is behind the decoder layer that shortens it.
+
+    Attributes:
+        tokens: rows of the later layers, S'. A prompt of no more tokens loses none.
+        text: text tokens of a longer prompt, at most: they are never dropped, and the rest must make room for them.
+    """
+
+    tokens: int
+    text: int
+
+    def fits(self, tokens: int, text: int) -> bool:
+        """Whether a prompt of `tokens`, `text` of them text, can be shortened so far."""
+        return tokens <= self.tokens or text <= self.text
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Graphs and sizes for prompts of up to `length` tokens (after visual-token pruning).
 
@@ -72,6 +89,7 @@ class Bucket:
         window: W, tokens kept in full precision.
         recent: r, tokens that stay in the window when it is compacted.
         prefill, decode, compact: names of the graphs; `compact` is empty when nothing is ever compacted.
+        shortened: None where every layer sees the whole prompt.
     """
 
     length: int
@@ -81,12 +99,15 @@ class Bucket:
     prefill: str
     decode: str
     compact: str
+    shortened: Shortened | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.recent <= self.window or self.length < 1:
             raise ValueError(f"needs a length and 0 <= recent <= window, got {self}")
         if self.compact and self.recent == self.window:
             raise ValueError(f"compacting must free slots: recent and window are both {self.window}")
+        if (short := self.shortened) and not (0 <= short.text <= short.tokens <= self.length and short.tokens >= 1):
+            raise ValueError(f"shortened prompts need 0 <= text <= tokens <= {self.length} and a token, got {short}")
 
 
 @dataclass(frozen=True)

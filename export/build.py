@@ -192,8 +192,10 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
     """Prompt lengths S of a level: for each number of images, what the chat template makes of them, plus the question.
 
     Raises:
-        UserError: nothing fits the positions that the model knows.
+        UserError: nothing fits the positions that the model knows, or the text does not fit a shortened prompt.
     """
+    from export.graphs import State
+
     limit = checkpoint.max_positions
     if args.buckets:
         lengths = args.buckets
@@ -208,12 +210,20 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
             [{"role": "user", "content": content}], add_generation_prompt=True
         )
         tokens = len(checkpoint.processor.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
-        tokens += images * (checkpoint.image_tokens - 1 - pruned) + args.text_tokens
+        words = tokens - images + args.text_tokens
+        tokens = words + images * (checkpoint.image_tokens - pruned)
         lengths.append(-(-tokens // ROUND) * ROUND)
         if lengths[-1] > limit and (args.images or images == 1):
             raise UserError(
                 f"a prompt of {images} image{'s' * (images > 1)} and --text-tokens {args.text_tokens} takes "
                 f"{lengths[-1]} tokens, and the model has {limit} positions: give fewer of them"
+            )
+        short = State(checkpoint.decoder, recipe, lengths[-1]).shortened
+        if short and not short.fits(tokens, words):
+            raise UserError(
+                f"recipe {recipe.name}: a prompt of {images} image{'s' * (images > 1)} and --text-tokens "
+                f"{args.text_tokens} has {words} text tokens, and shortened to {short.tokens} it has room for "
+                f"{short.text}: shorten it less, or give fewer of them"
             )
     return sorted({s for s in lengths if s <= limit})
 

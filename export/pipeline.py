@@ -69,6 +69,7 @@ def plan_levels(
                     prefill=add(f"{name}.prefill_{length}", partial(Prefill, state, known)),
                     decode=add(f"{name}.decode_{length}", partial(Decode, state, known)),
                     compact=add(f"{name}.compact_{length}", partial(Compact, state, known)) if state.compacts else "",
+                    shortened=state.shortened,
                 )
             )
         levels[name] = bundle.Level(recipe.settings(), checkpoint.decoder.kv_heads, tokens, vision, sized)

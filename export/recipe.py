@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from engines.config import parse
 from engines.errors import UserError
-from export.stages import budget, importance, merge, modality, perception
+from export.stages import budget, importance, merge, modality, perception, shorten
 from export.stages.int8 import Int8
 from export.stages.protect import Protect
 from export.stages.stage import Stage
@@ -58,6 +58,7 @@ class Recipe:
     Attributes:
         description: one line for `runtime info`.
         perception: visual tokens that enter the language model.
+        shorten: visual tokens that leave it between two of its layers.
         importance: score of a cached token.
         budget: slots per layer.
         modality: how a layer's slots are shared out between text and visual tokens.
@@ -69,6 +70,7 @@ class Recipe:
     name: str
     description: str = ""
     perception: perception.Methods = field(default_factory=perception.Diversity)
+    shorten: shorten.Methods = field(default_factory=shorten.Whole)
     importance: importance.Methods = field(default_factory=importance.SnapKV)
     budget: budget.Methods = field(default_factory=budget.Cosine)
     modality: modality.Methods = field(default_factory=modality.Joint)

@@ -198,7 +198,8 @@ class VLM:
                 f"the prompt has {positions} tokens, and the model has only {self.model.max_positions} positions: "
                 "give fewer images or words"
             )
-        bucket = choose_bucket(len(ids) + len(images) * (self._level.visual_tokens - 1), self._level)
+        text = len(ids) - len(images)
+        bucket = choose_bucket(text + len(images) * self._level.visual_tokens, text, self._level)
         with stats.time("images"):
             pixels = [preprocess(image, self._preprocessor) for image in images]
         return Request(ids, pixels, bucket, max_new_tokens, ignore_eos, question_later)

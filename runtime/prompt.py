@@ -80,16 +80,22 @@ def lay_out(
     return Rows(rows, positions.astype(np.int32), kinds, segments(rows, numbers, sentence_ends), start)
 
 
-def choose_bucket(tokens: int, level: Level) -> Bucket:
-    """The shortest bucket that holds a prompt of `tokens` rows.
+def choose_bucket(tokens: int, text: int, level: Level) -> Bucket:
+    """The shortest bucket that holds a prompt of `tokens` rows, `text` of them text.
 
     Raises:
-        UserError: it is longer than the longest bucket.
+        UserError: it is longer than the longest bucket, or has more text than a bucket that shortens it can keep.
     """
     buckets = sorted(level.buckets, key=lambda bucket: bucket.length)
-    for bucket in buckets:
-        if tokens <= bucket.length:
+    for bucket in (long_enough := [bucket for bucket in buckets if tokens <= bucket.length]):
+        if bucket.shortened is None or bucket.shortened.fits(tokens, text):
             return bucket
+    if long_enough:
+        most = max(bucket.shortened.text for bucket in long_enough if bucket.shortened)
+        raise UserError(
+            f"the prompt has {text} text tokens, and this level, which shortens prompts inside the model, has room for "
+            f"{most}: give fewer words, choose a level that does not shorten, or rebuild with more of  --buckets"
+        )
     raise UserError(
         f"the prompt has {tokens} tokens ({level.visual_tokens} of every image), more than the longest bucket's "
         f"{buckets[-1].length}: give fewer images or words, or rebuild with  python export/build.py --buckets {tokens}"

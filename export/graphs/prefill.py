@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from engines.bundle import TensorSpec
@@ -12,7 +17,43 @@ from export.compress import KeyStatistics
 from export.graphs.graph import Decoding
 from export.graphs.state import State
 from export.stages.importance.importance import Observation
-from export.stages.tokens import PADDING, Tokens, first_marks
+from export.stages.shorten.shorten import Rows, take
+from export.stages.tokens import PADDING, TEXT, Tokens, first_marks
+
+
+@dataclass
+class Prompt:
+    """The prompt's rows as one layer sees them: behind the layer that shortens it, there are fewer.
+
+    Attributes:
+        positions: original ones, [batch, rows], int32; -1 where empty.
+        kinds: PADDING, TEXT or VISUAL, [batch, rows], int32.
+        bias: 0 a token, log(n) n merged, -inf padding, [batch, rows], float32.
+        marks: as `Tokens.marks`, [batch, rows], int32.
+    """
+
+    positions: Tensor
+    kinds: Tensor
+    bias: Tensor
+    marks: Tensor
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Whether a query may look at a key, both causal and real, bool [batch, queries, rows]; padding queries too."""
+        order = torch.arange(self.kinds.shape[1])
+        return (order[:, None] >= order[None, :]) & (self.kinds != PADDING)[:, None, :]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """What is added to the logits, finite, [batch, queries, rows]."""
+        return torch.where(self.visible, self.bias[:, None], LOWEST)
+
+    def tokens(self, key: Tensor, value: Tensor, mass: Tensor, center: Tensor | None) -> Tokens:
+        """The rows as cached tokens."""
+        heads = (-1, key.shape[1], -1)
+        travel = (self.positions, self.kinds, self.bias, self.marks)
+        positions, kinds, bias, marks = (x[:, None].expand(heads) for x in travel)
+        return Tokens(key, value, positions, kinds, bias, mass, center, marks)
 
 
 class Prefill(Decoding):
@@ -34,46 +75,82 @@ class Prefill(Decoding):
     def compute(  # type: ignore[override]
         self, embeddings: Tensor, positions: Tensor, kinds: Tensor, segments: Tensor | None = None
     ) -> dict[str, Tensor]:
-        state, length = self.state, self.state.length
-        real = kinds != PADDING
-        order = torch.arange(length)
-        visible = (order[:, None] >= order[None, :]) & real[:, None, :]
-        bias = torch.where(visible, 0.0, LOWEST)  # [B, S, S]
-        importance = state.recipe.importance
-        observers = importance.observers(length)
-        cached: dict[int, Tokens] = {}
-        places = torch.where(real, positions, -1)
-        empty = torch.where(real, 0.0, -torch.inf)
+        state, real = self.state, kinds != PADDING
+        importance, shorten = state.recipe.importance, state.recipe.shorten
         marks = torch.zeros_like(kinds) if segments is None else first_marks(kinds, segments)
+        prompt = Prompt(torch.where(real, positions, -1), kinds, torch.where(real, 0.0, -torch.inf), marks)
+        received = torch.zeros(kinds.shape)  # in the layer before the prompt is shortened
+        cached: dict[int, Tokens] = {}
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            key = self.centred(key, layer)
-            mass = torch.zeros(key.shape[:3])
-            if observers:
-                last = slice(length - observers, length)
-                seen = visible[:, last] & real[:, last, None]
-                mass = importance.observe(
-                    Observation(
-                        query[:, :, last], key, bias[:, last], seen, kinds, scale,
-                        center=self.center_of(layer), positions=places,
-                        rotary=lambda at: self.language_model.get_submodule("rotary_emb")(embeddings, at),
-                    )
-                )  # fmt: skip
-            mine, its, holes, flags = (x[:, None].expand(-1, key.shape[1], -1) for x in (places, kinds, empty, marks))
-            cached[layer] = Tokens(key, value, mine, its, holes, mass, self.center_of(layer), flags)
-            return full_attention(query, key, value, bias, scale)
+            nonlocal received
+            key, length = self.centred(key, layer), key.shape[2]
 
-        result = {"logits": self.logits(embeddings, positions, attention)}
-        split = length - state.recent
-        for layer, tokens in cached.items():
-            result |= {f"{name}.{layer}": t for name, t in self.layer(layer)(tokens[:split]).items()}
+            def seen_by(queries: int) -> Observation:
+                last = slice(length - queries, length)
+                seen = prompt.visible[:, last] & (prompt.kinds != PADDING)[:, last, None]
+                return Observation(
+                    query[:, :, last], key, prompt.mask[:, last], seen, prompt.kinds, scale,
+                    center=self.center_of(layer), positions=prompt.positions,
+                    rotary=lambda at: self.language_model.get_submodule("rotary_emb")(embeddings, at),
+                )  # fmt: skip
+
+            if state.shortened and layer == shorten.layer - 1 and shorten.queries:
+                received = seen_by(min(shorten.queries, length)).attention.mean(dim=(1, 2)).sum(dim=1)
+            observers = importance.observers(length)
+            mass = importance.observe(seen_by(observers)) if observers else torch.zeros(key.shape[:3])
+            cached[layer] = prompt.tokens(key, value, mass, self.center_of(layer))
+            return full_attention(query, key, value, prompt.mask, scale)
+
+        def fewer(hidden: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal prompt
+            place = torch.arange(state.length).expand(kinds.shape)
+            fixed = (kinds == TEXT) | (place >= state.length - max(state.recent, 1))
+            rows = shorten(Rows(hidden, place, kinds, prompt.bias, received, fixed))
+            prompt = Prompt(take(prompt.positions, rows.index), rows.kinds, rows.bias, take(prompt.marks, rows.index))
+            return rows.hidden, rows.index
+
+        with before_layer(self.language_model, shorten.layer, fewer) if state.shortened else nullcontext():
+            result = {"logits": self.logits(embeddings, positions, attention)}
+        edges = [length - state.recent for length in state.lengths]  # what lies behind them is the window's
+        for layer, edge in enumerate(edges):
+            result |= {f"{name}.{layer}": t for name, t in self.layer(layer)(cached[layer][:edge]).items()}
+        window = [cached[layer][edge:] for layer, edge in enumerate(edges)]
         free = state.window - state.recent
-        rows = [cached[layer] for layer in range(state.decoder.num_layers)]
         dtype = getattr(torch, state.recipe.window.dtype)
-        result["key_window"] = pad(torch.cat([t.key[:, :, split:] for t in rows], dim=1), (0, 0, 0, free)).to(dtype)
-        result["value_window"] = pad(torch.cat([t.value[:, :, split:] for t in rows], dim=1), (0, 0, 0, free)).to(dtype)
-        result["window_mass"] = pad(torch.cat([t.mass[:, :, split:] for t in rows], dim=1), (0, free))
-        result["window_bias"] = pad(empty[:, split:], (0, free), value=-torch.inf)
-        result["window_positions"] = pad(places[:, split:], (0, free), value=-1)
-        result["window_kinds"] = pad((kinds + marks)[:, split:], (0, free), value=PADDING).to(torch.int8)
+        result["key_window"] = pad(torch.cat([t.key for t in window], dim=1), (0, 0, 0, free)).to(dtype)
+        result["value_window"] = pad(torch.cat([t.value for t in window], dim=1), (0, 0, 0, free)).to(dtype)
+        result["window_mass"] = pad(torch.cat([t.mass for t in window], dim=1), (0, free))
+        result["window_bias"] = pad(prompt.bias[:, edges[-1] :], (0, free), value=-torch.inf)
+        result["window_positions"] = pad(prompt.positions[:, edges[-1] :], (0, free), value=-1)
+        result["window_kinds"] = pad((prompt.kinds + prompt.marks)[:, edges[-1] :], (0, free), value=PADDING).to(
+            torch.int8
+        )
         return result
+
+
+@contextmanager
+def before_layer(
+    language_model: nn.Module, first: int, change: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> Iterator[None]:
+    """Within the block, `change` takes the hidden states [batch, rows, hidden_size] on their way into layer `first`.
+
+    It returns those that go in, and which of the rows they are, [batch, fewer], int64. From there on every layer gets
+    the RoPE tables of these rows: nothing is renumbered.
+    """
+    index = torch.empty(0)
+
+    def shorten(_layer: nn.Module, args: tuple) -> tuple:
+        nonlocal index
+        hidden, index = change(args[0])
+        return hidden, *args[1:]
+
+    def cut(_layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs | {"position_embeddings": tuple(take(t, index) for t in kwargs["position_embeddings"])}
+
+    first_of_them, *_ = layers = list(language_model.get_submodule("layers").children())[first:]
+    with ExitStack() as hooks:
+        hooks.callback(first_of_them.register_forward_pre_hook(shorten).remove)
+        for layer in layers:
+            hooks.callback(layer.register_forward_pre_hook(cut, with_kwargs=True).remove)
+        yield

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from engines.bundle import TensorSpec
+from engines.bundle import Shortened, TensorSpec
 from engines.errors import UserError
 from export.recipe import Recipe
 
@@ -49,6 +49,30 @@ class State:
     batch: int = 1
 
     @property
+    def shortened(self) -> Shortened | None:
+        """What is left of a prompt behind `shorten.layer`; None if that is all of it.
+
+        Raises:
+            UserError: the decoder has no such layer, or nothing is left for visual tokens.
+        """
+        shorten, fixed = self.recipe.shorten, max(self.recent, 1)  # the window's rows and the last one always go on
+        tokens = [self.length, *shorten.lengths(self.length)][-1]
+        if tokens == self.length:
+            return None
+        where, text = f"recipe {self.recipe.name}: shorten", shorten.text(self.length) - fixed
+        if shorten.layer >= (layers := self.decoder.num_layers):
+            raise UserError(f"{where}.layer = {shorten.layer} has no layer behind it: the model has {layers}")
+        if text < 0:
+            raise UserError(f"{where} leaves no room beside {fixed} tokens in a bucket of {self.length}: keep more")
+        return Shortened(tokens, text)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of a full prompt in every layer: S, then S' where it is shortened."""
+        short, layers = self.shortened, range(self.decoder.num_layers)
+        return [short.tokens if short and layer >= self.recipe.shorten.layer else self.length for layer in layers]
+
+    @property
     def capacities(self) -> list[int]:
         """C_l of every layer: by the recipe's share of tokens, or by what its share of bytes leaves for the store.
 
@@ -57,7 +81,7 @@ class State:
         """
         budget, layers = self.recipe.budget, self.decoder.num_layers
         if budget.kv_bytes is None:
-            return budget.capacities(budget.keep * self.length, layers, self.length)
+            return budget.capacities(budget.keep * self.length, layers, self.lengths)
         fp16_token = 2 * sum(self.decoder.kv_heads) * self.decoder.head_dim * 2 * self.batch
         window = sum(spec.nbytes for spec in self._specs([0] * layers).values())
         slot = sum(spec.nbytes for spec in self._specs([1] * layers).values()) - window  # one in every layer
@@ -67,7 +91,7 @@ class State:
                 f"recipe {self.recipe.name}: kv_bytes = {budget.kv_bytes} leaves {slots:.1f} slots a layer beside the "
                 f"window of {self.window} in a bucket of {self.length} tokens: raise kv_bytes or shorten the window"
             )
-        return budget.capacities(slots, layers, self.length)
+        return budget.capacities(slots, layers, self.lengths)
 
     @property
     def window(self) -> int:

@@ -258,6 +258,16 @@ def test_more_images_than_positions(refused: Callable[..., str], tiny_path: Path
     assert f"the model has {tiny.POSITIONS} positions" in line
 
 
+def test_more_text_than_a_shortened_prompt_has_room_for(
+    refused: Callable[..., str], tiny_path: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "short.toml"
+    recipe.write_text('store = "float32"\n[shorten]\nmethod = "fastv"\nkeep = 0.3\n')
+    line = refused(tiny_path, "--recipe", recipe, "--images", "1")
+    assert "recipe short: a prompt of 1 image and --text-tokens 24 has 32 text tokens" in line
+    assert "shortened to 14 it has room for 12: shorten it less" in line
+
+
 @pytest.mark.parametrize("option", ["--images", "--text-tokens", "--jobs", "--buckets"])
 def test_no_room_asked_for(refused: Callable[..., str], tiny_path: Path, option: str) -> None:
     assert "must be at least 1" in refused(tiny_path, "--recipe", "off", option, "0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from functools import cache
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from engines.bundle import Bucket, Embedding, Level, Model
+from engines.bundle import Bucket, Embedding, Level, Model, Shortened
 from engines.errors import UserError
 from runtime.prompt import PromptReader, Rows, choose_bucket, lay_out, left_pad, question_inputs
 from tests.runtime import toy
@@ -246,9 +247,23 @@ def test_question_is_the_last_tokens_padded_on_the_left(ids: list[int], rows: li
 def test_bucket_choice_does_not_trust_the_order() -> None:
     buckets = [Bucket(length, [1], 2, 1, "p", "d", "") for length in (64, 16, 32)]
     level = Level({}, [1], 4, "v", buckets)
-    assert [choose_bucket(n, level).length for n in (1, 16, 17, 33, 64)] == [16, 16, 32, 64, 64]
+    assert [choose_bucket(n, n, level).length for n in (1, 16, 17, 33, 64)] == [16, 16, 32, 64, 64]
     with pytest.raises(UserError, match=r"65 tokens.*longest bucket's 64.*--buckets 65"):
-        choose_bucket(65, level)
+        choose_bucket(65, 65, level)
+
+
+def test_a_prompt_with_more_text_than_can_be_kept_moves_on_or_is_refused() -> None:
+    short = {32: Shortened(16, 12), 64: Shortened(40, 30)}
+    buckets = [Bucket(length, [1], 2, 1, "p", "d", "", short[length]) for length in short]
+    level = Level({}, [1], 4, "v", buckets)
+    # (tokens, text) -> length: no more tokens than S' always fit, and of longer prompts those with little text
+    cases = {(16, 16): 32, (17, 12): 32, (17, 13): 64, (32, 12): 32, (40, 40): 64, (64, 30): 64}
+    assert {case: choose_bucket(*case, level).length for case in cases} == cases
+    for case in ((41, 31), (64, 31)):
+        with pytest.raises(UserError, match=r"31 text tokens.*room for 30: give fewer words"):
+            choose_bucket(*case, level)
+    whole = dataclasses.replace(level, buckets=[*buckets, Bucket(128, [1], 2, 1, "p", "d", "")])
+    assert choose_bucket(64, 31, whole).length == 128
 
 
 def test_toy_template_is_the_demos() -> None:

@@ -342,7 +342,7 @@ def build(out: Path) -> Path:
             graphs[vision] = _vision(kept).save(folder / f"{vision}.onnx", "vision")
             buckets = []
             for length, capacities, window, recent in sizes:
-                names = {kind: f"{kind}_{level}_{length}" for kind in ("prefill", "decode", "compact")}
+                names: dict[str, Any] = {kind: f"{kind}_{level}_{length}" for kind in ("prefill", "decode", "compact")}
                 if not compacts:
                     names["compact"] = ""
                 bucket = Bucket(length, capacities, window, recent, **names)

@@ -25,7 +25,7 @@ def test_every_importance_method_is_measured() -> None:
 def test_a_recipe_is_importance_alone(method: str) -> None:
     recipe = accuracy_curve.recipe_of(method, 20, 80)
     assert recipe.importance.method == ("snapkv" if method == NOTHING else method)
-    assert recipe.budget.capacities(recipe.budget.keep * 80, 3, 80) == [20] * 3
+    assert recipe.budget.capacities(recipe.budget.keep * 80, 3, [80] * 3) == [20] * 3
     assert recipe.window.sizes(80) == (accuracy_curve.MAX_NEW_TOKENS - 1, 0)
     assert (recipe.merge.method, recipe.modality.method, recipe.perception.keep) == ("evict", "joint", 1.0)
     assert (recipe.protect.sinks, recipe.protect.recent) == (4 if method == "streaming-llm" else 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engines.errors import UserError
@@ -32,16 +33,16 @@ class Budget(Stage):
         if self.least < 1:
             raise ValueError(f"least must be at least 1, got {self.least}")
 
-    def capacities(self, mean_slots: float, layers: int, most: int | None = None) -> list[int]:
+    def capacities(self, mean_slots: float, layers: int, most: Sequence[int] | None = None) -> list[int]:
         """Slots per KV head of each layer's store, `mean_slots` on average.
 
         Args:
-            most: tokens that a layer could ever hold. Slots beyond it would stay empty: they go to the other layers,
+            most: tokens that each layer could ever hold. Slots beyond it would stay empty: they go to the other layers,
                 in proportion to their shares. Not applied where `keep` is above 1 and asks for empty slots.
         """
         total = mean_slots * layers
         if most is None or (self.kv_bytes is None and self.keep > 1):
-            most = math.ceil(total)
+            most = [math.ceil(total)] * layers
         return [max(self.least, round(slots)) for slots in _fill(self.profile(layers), total, most)]
 
     def profile(self, layers: int) -> list[float]:
@@ -49,17 +50,17 @@ class Budget(Stage):
         raise NotImplementedError
 
 
-def _fill(shares: list[float], total: float, most: float) -> list[float]:
-    """`total` split in proportion to `shares`, none above `most`; all of them `most` if that is less than `total`."""
+def _fill(shares: list[float], total: float, most: Sequence[float]) -> list[float]:
+    """`total` split in proportion to `shares`, none above its `most`; all of them that if it is less than `total`."""
     full: set[int] = set()
     while len(full) < len(shares):
         rest = sum(share for layer, share in enumerate(shares) if layer not in full)
-        scale = (total - most * len(full)) / rest
-        over = {layer for layer, share in enumerate(shares) if scale * share > most} - full
+        scale = (total - sum(most[layer] for layer in full)) / rest
+        over = {layer for layer, share in enumerate(shares) if scale * share > most[layer]} - full
         if not over:
-            return [most if layer in full else scale * share for layer, share in enumerate(shares)]
+            return [most[layer] if layer in full else scale * share for layer, share in enumerate(shares)]
         full |= over
-    return [most] * len(shares)
+    return list(most)
 
 
 def check_per_layer(name: str, values: list[float], layers: int) -> list[float]:

@@ -102,7 +102,7 @@ def test_anchor_map_has_no_hard_step() -> None:
 
 @given(shares=share_lists, mean=means, most=st.integers(1, 600))
 def test_no_layer_has_more_slots_than_tokens(shares: list[float], mean: float, most: int) -> None:
-    slots = Measured(shares=shares).capacities(mean, len(shares), most)
+    slots = Measured(shares=shares).capacities(mean, len(shares), [most] * len(shares))
     assert max(slots) <= most
     order = np.argsort(shares, kind="stable")
     assert (np.diff(np.array(slots)[order]) >= 0).all()
@@ -118,7 +118,7 @@ def test_no_layer_has_more_slots_than_tokens(shares: list[float], mean: float, m
 @given(shares=share_lists, mean=means)
 def test_a_limit_that_no_layer_reaches_changes_nothing(shares: list[float], mean: float) -> None:
     budget = Measured(shares=shares)
-    assert budget.capacities(mean, len(shares), 10**9) == budget.capacities(mean, len(shares))
+    assert budget.capacities(mean, len(shares), [10**9] * len(shares)) == budget.capacities(mean, len(shares))
 
 
 def test_the_limit_holds_unless_room_is_asked_for(checkpoint: Checkpoint) -> None:

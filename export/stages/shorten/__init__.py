@@ -1,0 +1,6 @@
+"""Where the prompt gets shorter inside the decoder: `[shorten] method` of a recipe; the first one is the default."""
+
+from export.stages.shorten.fastv import FastV
+from export.stages.shorten.whole import Whole
+
+Methods = Whole | FastV
