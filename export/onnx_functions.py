@@ -6,12 +6,14 @@ an unused one called `_` in a function called twice ends TensorRT's builder.
 
 from __future__ import annotations
 
-from onnxscript import FLOAT, INT32, script
+from onnxscript import FLOAT, INT32, INT64, script
 from onnxscript import opset20 as op
 from onnxscript.values import Opset
 
 DOMAIN, DOMAIN_VERSION = "unicache", 1
 UNICACHE = Opset(DOMAIN, DOMAIN_VERSION)
+TENSORRT_TOPK = 3840  # the largest k that TensorRT's TopK takes
+LEAST, TAKEN = -3e38, float("-inf")  # below every score; below it, one that a round has taken
 
 
 @script(UNICACHE, default_opset=op)
@@ -59,14 +61,55 @@ def QuantKVAttention(
 
 
 @script(UNICACHE, default_opset=op)
-def TopKGather(score: FLOAT, key: FLOAT, value: FLOAT, positions: INT32, bias: FLOAT, k: int):
-    count = op.Reshape(op.Constant(value_int=k), op.Constant(value_ints=[1]))
-    best, chosen = op.TopK(score, count, axis=-1, largest=1, sorted=1)
-    index, order = op.TopK(chosen, count, axis=-1, largest=0, sorted=1)
+def GatherRows(index: INT64, key: FLOAT, value: FLOAT, positions: INT32, bias: FLOAT):
     head_dim = op.Shape(key, start=3)
     rows = op.Expand(op.Unsqueeze(index, op.Constant(value_ints=[-1])), op.Concat(op.Shape(index), head_dim, axis=0))
     kept_key = op.GatherElements(key, rows, axis=2)
     kept_value = op.GatherElements(value, rows, axis=2)
     kept_positions = op.GatherElements(positions, index, axis=2)
     kept_bias = op.GatherElements(bias, index, axis=2)
+    return kept_key, kept_value, kept_positions, kept_bias
+
+
+@script(UNICACHE, default_opset=op)
+def TopKGather(score: FLOAT, key: FLOAT, value: FLOAT, positions: INT32, bias: FLOAT, k: int):
+    count = op.Reshape(op.Constant(value_int=k), op.Constant(value_ints=[1]))
+    best, chosen = op.TopK(score, count, axis=-1, largest=1, sorted=1)
+    index, order = op.TopK(chosen, count, axis=-1, largest=0, sorted=1)
+    kept_key, kept_value, kept_positions, kept_bias = GatherRows(index, key, value, positions, bias)
     return kept_key, kept_value, kept_positions, kept_bias, index
+
+
+# TopKGather in rounds, for a k beyond `TENSORRT_TOPK`: `export.operators.topk_gather_in_rounds` puts them together.
+
+
+@script(UNICACHE, default_opset=op)
+def AllLeft(score: FLOAT):
+    return op.Max(score, op.Constant(value_float=LEAST))
+
+
+@script(UNICACHE, default_opset=op)
+def TakeBest(left: FLOAT):
+    """Indices of the largest scores left, as many as TensorRT's TopK gives, and the scores without them."""
+    count = op.Min(op.Shape(left, start=2), op.Constant(value_ints=[TENSORRT_TOPK]))
+    best, taken = op.TopK(left, count, axis=-1, largest=1, sorted=1)
+    rest = op.ScatterElements(left, taken, op.Expand(op.Constant(value_float=TAKEN), op.Shape(taken)), axis=-1)
+    return rest, taken
+
+
+@script(UNICACHE, default_opset=op)
+def Ascending(taken: INT64, score: FLOAT, k: int):
+    """The first k of the indices `taken`, ascending: every chosen token is scattered to its place among the chosen."""
+    count = op.Reshape(op.Constant(value_int=k), op.Constant(value_ints=[1]))
+    last = op.Constant(value_ints=[2])
+    first = op.Slice(taken, op.Constant(value_ints=[0]), count, last)
+    nothing = op.Expand(op.Constant(value_float=0.0), op.Shape(score))
+    chosen = op.ScatterElements(nothing, first, op.Expand(op.Constant(value_float=1.0), op.Shape(first)), axis=-1)
+    place = op.CumSum(chosen, op.Constant(value_int=2), exclusive=1)
+    slot = op.CastLike(op.Where(op.Greater(chosen, nothing), place, op.CastLike(count, place)), taken)
+    tokens = op.Squeeze(op.Shape(score, start=2))
+    token = op.Expand(op.Range(op.Constant(value_int=0), tokens, op.Constant(value_int=1)), op.Shape(score))
+    # As long as the indices, or TensorRT refuses it, and one slot longer: k is where those go that are not chosen.
+    slots = op.Shape(score) + op.Constant(value_ints=[0, 0, 1])
+    index = op.ScatterElements(op.Expand(op.Constant(value_int=0), slots), slot, token, axis=-1)
+    return op.Slice(index, op.Constant(value_ints=[0]), count, last)

@@ -8,16 +8,30 @@ same domain and name takes the function's place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import onnx
 import onnx_ir as ir
 import torch
+from onnx import helper
 from onnx.defs import OpSchema
 from onnxscript.values import OnnxFunction, Op
 from torch import Tensor
 
 from export.attention import store_window_attention
-from export.onnx_functions import DOMAIN, DOMAIN_VERSION, UNICACHE, QuantKVAttention, TopKGather
+from export.onnx_functions import (
+    DOMAIN,
+    DOMAIN_VERSION,
+    TENSORRT_TOPK,
+    UNICACHE,
+    AllLeft,
+    Ascending,
+    GatherRows,
+    QuantKVAttention,
+    TakeBest,
+    TopKGather,
+)
 
 
 @torch.library.custom_op("unicache::quant_kv_attention", mutates_args=())
@@ -102,9 +116,41 @@ OPERATORS: dict[str, OnnxFunction] = {"quant_kv_attention": QuantKVAttention, "t
 ATTRIBUTE_TYPES = {"FLOAT": OpSchema.AttrType.FLOAT, "INT": OpSchema.AttrType.INT}
 
 
-def functions() -> dict[str, ir.Function]:
-    """ONNX function bodies by operator name."""
-    return {f.name: ir.serde.deserialize_function(f.to_function_proto()) for f in OPERATORS.values()}
+def functions(k: int = 1) -> dict[str, list[ir.Function]]:
+    """ONNX function bodies by operator name, each with the functions that it calls.
+
+    Args:
+        k: the largest that a TopKGather of the model keeps; where TensorRT's TopK does not reach, it works in rounds.
+    """
+    bodies = {name: [function] for name, function in ((f.name, f.to_function_proto()) for f in OPERATORS.values())}
+    helpers: list[OnnxFunction] = [GatherRows]
+    if k > TENSORRT_TOPK:
+        bodies[TopKGather.name] = [_topk_gather_in_rounds(math.ceil(k / TENSORRT_TOPK))]
+        helpers += [AllLeft, TakeBest, Ascending]
+    bodies[TopKGather.name] += [helper.to_function_proto() for helper in helpers]
+    return {name: [*map(ir.serde.deserialize_function, protos)] for name, protos in bodies.items()}
+
+
+def _topk_gather_in_rounds(rounds: int) -> onnx.FunctionProto:
+    """Body of TopKGather where one TopK of TensorRT does not reach: the best of every round, the first k of those."""
+
+    def call(function: OnnxFunction, inputs: list[str], outputs: list[str]) -> onnx.NodeProto:
+        return helper.make_node(function.name, inputs, outputs, domain=DOMAIN)
+
+    left, taken = [f"left_{i}" for i in range(rounds + 1)], [f"taken_{i}" for i in range(rounds)]
+    body = TopKGather.to_function_proto()
+    ascending = call(Ascending, ["taken", "score"], ["index"])
+    ascending.attribute.append(onnx.AttributeProto(name="k", ref_attr_name="k", type=onnx.AttributeProto.INT))
+    nodes = [
+        call(AllLeft, ["score"], left[:1]),
+        *(call(TakeBest, [left[i]], [left[i + 1], taken[i]]) for i in range(rounds)),
+        helper.make_node("Concat", taken, ["taken"], axis=-1),
+        ascending,
+        call(GatherRows, ["index", "key", "value", "positions", "bias"], [*body.output[:4]]),
+    ]
+    del body.node[:]
+    body.node.extend(nodes)
+    return body
 
 
 def _schema(function: OnnxFunction) -> OpSchema:

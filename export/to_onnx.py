@@ -103,9 +103,11 @@ def export(graph: Graph, name: str, weights: WeightFile) -> bundle.Graph:
     assert onnx_program is not None
     model = onnx_program.model
     _tidy(model)
-    used = {node.op_type for node in model.graph if node.domain == DOMAIN}
-    for operator, function in functions().items():
-        if operator in used:
+    used = [node for node in model.graph if node.domain == DOMAIN]
+    kept = [node.attributes["k"].as_int() for node in used if "k" in node.attributes]
+    bodies = functions(max(kept, default=1))
+    for operator in dict.fromkeys(node.op_type for node in used):
+        for function in bodies[operator]:
             model.functions[function.identifier()] = function
     weights.externalize(model)
     file = f"{name}.onnx"

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from onnx import helper
 from torch import nn
 
+from engines import trt
 from engines.bundle import TensorSpec
 from export.graphs import Graph
-from export.operators import DOMAIN, DOMAIN_VERSION, QuantKVAttention, TopKGather
+from export.onnx_functions import TENSORRT_TOPK
+from export.operators import DOMAIN, DOMAIN_VERSION, QuantKVAttention, TopKGather, functions
 from export.to_onnx import OPSET, WeightFile, export
 
 settings.register_profile("operators", max_examples=25, deadline=None)
@@ -37,7 +40,7 @@ ATTENTION_INPUTS = [
 
 
 def run_body(function, inputs: list[np.ndarray], outputs: int, **attributes) -> list[np.ndarray]:
-    """A model that calls the operator once, with its function body, in plain ONNX Runtime."""
+    """A model that calls the operator once, with its function bodies, in plain ONNX Runtime."""
     names = [f"x{i}" for i in range(len(inputs))]
     results = [f"y{i}" for i in range(outputs)]
     node = helper.make_node(function.name, names, results, domain=DOMAIN, **attributes)
@@ -46,8 +49,9 @@ def run_body(function, inputs: list[np.ndarray], outputs: int, **attributes) -> 
         for name, x in zip(names, inputs, strict=True)
     ]
     graph = helper.make_graph([node], "once", values, [helper.make_empty_tensor_value_info(name) for name in results])
+    bodies = [ir.serde.serialize_function(body) for body in functions(attributes.get("k", 1))[function.name]]
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
-    model = helper.make_model(graph, functions=[function.to_function_proto()], opset_imports=opsets, ir_version=10)
+    model = helper.make_model(graph, functions=bodies, opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -219,9 +223,15 @@ def test_topk_thrice_with_ties(
     check_topk(score, head_dim, data.draw(st.integers(1, tokens)), rng)
 
 
-def test_topk_of_more_than_tensorrt_allows() -> None:
-    rng = np.random.default_rng(0)
-    check_topk(rng.integers(0, 50, (1, 1, 4500)).astype(np.float32), 4, 4000, rng)
+@pytest.mark.parametrize("different", [1, 50, 10**6])
+@pytest.mark.parametrize(
+    ("tokens", "k"), [(4500, 4000), (4000, 4000), (8000, TENSORRT_TOPK + 1), (8000, 2 * TENSORRT_TOPK), (8000, 7999)]
+)
+def test_topk_of_more_than_tensorrt_takes(tokens: int, k: int, different: int) -> None:
+    rng = np.random.default_rng(tokens + k)
+    score = rng.integers(0, different, (1, 2, tokens)).astype(np.float32)
+    score[0, 1, ::3] = -np.inf
+    check_topk(score, 4, k, rng)
 
 
 @pytest.mark.parametrize("k", [1, 6])
@@ -265,7 +275,7 @@ def test_an_exported_graph_holds_one_node_a_call_and_the_body_once(tmp_path) -> 
     model = onnx.load(tmp_path / described.file)
     nodes = [(node.domain, node.op_type) for node in model.graph.node if node.domain == DOMAIN]
     assert nodes == [(DOMAIN, "TopKGather")] * 2
-    assert [(f.domain, f.name) for f in model.functions] == [(DOMAIN, "TopKGather")]
+    assert [(f.domain, f.name) for f in model.functions] == [(DOMAIN, "TopKGather"), (DOMAIN, "GatherRows")]
     assert {o.domain: o.version for o in model.opset_import} == {"": OPSET, DOMAIN: DOMAIN_VERSION}
     for function in model.functions:
         outputs = [name for node in function.node for name in node.output]
@@ -279,3 +289,35 @@ def test_an_exported_graph_holds_one_node_a_call_and_the_body_once(tmp_path) -> 
     want, want_index = Twice()(torch.from_numpy(score), torch.from_numpy(key))
     np.testing.assert_array_equal(kept, want)
     np.testing.assert_array_equal(index, want_index)
+
+
+class Most(Graph):
+    """Keeps more than TensorRT's own TopK can."""
+
+    kind = "compact"
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self._takes(TensorSpec("score", "float32", [1, 2, 6000]), TensorSpec("key", "float32", [1, 2, 6000, 8]))
+        self.outputs = ["kept", "index"]
+
+    def compute(self, score: torch.Tensor, key: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        kept, _, _, _, index = torch.ops.unicache.topk_gather(score, key, key, score.int(), score, 4500)
+        return {"kept": kept, "index": index}
+
+
+def test_an_exported_graph_keeps_more_than_tensorrts_topk(tmp_path) -> None:
+    with WeightFile(tmp_path) as weights:
+        described = export(Most(), "most", weights)
+    score, key = (
+        np.random.default_rng(0).random(shape).astype(np.float32) for shape in ((1, 2, 6000), (1, 2, 6000, 8))
+    )
+    session = onnxruntime.InferenceSession(tmp_path / described.file, providers=["CPUExecutionProvider"])
+    kept, index = session.run(None, {"score": score, "key": key})
+    want, want_index = Most()(torch.from_numpy(score), torch.from_numpy(key))
+    np.testing.assert_array_equal(kept, want)
+    np.testing.assert_array_equal(index, want_index)
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install tensorrt-rtx-cu13")
+    (tmp_path / "plans").mkdir()
+    plans = trt.build_plans("trt-rtx", {"most": tmp_path / described.file}, tmp_path / "plans", workers=1)
+    assert [plan.graph for plan in plans] == ["most"]

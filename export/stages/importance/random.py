@@ -12,16 +12,15 @@ from torch import Tensor
 from export.stages.importance.importance import Importance
 from export.stages.tokens import Tokens
 
-PRIME = 46337  # the largest whose squares fit int32 and modulo which cubing is a permutation
-ROUNDS = 3
+DRAWN = 32768  # positions that have a lot of their own; beyond, the lots repeat
 
 
 @dataclass(eq=False)
 class Random(Importance):
-    """Score of a cached token = a hash of its original position, its head and the seed, the same in every layer.
+    """Score of a cached token = its lot: by its original position, its head and the seed, the same in every layer.
 
     A token has one score for life: what is kept of a prompt is part of what a larger store keeps, and compaction does
-    not draw again. No two of the first `PRIME` positions have the same score. It looks at no query.
+    not draw again. No two of the first `DRAWN` positions have the same score. It looks at no query.
 
     Attributes:
         seed: of the draw.
@@ -35,10 +34,8 @@ class Random(Importance):
             raise ValueError(f"seed must be at least 0, got {self.seed}")
 
     def forward(self, tokens: Tokens, depth: float) -> Tensor:
-        heads = tokens.positions.shape[1]
-        shifts = np.random.default_rng(self.seed).integers(1, PRIME, (heads, ROUNDS))
-        score = tokens.positions
-        for shift in torch.tensor(shifts.T.tolist(), dtype=torch.int32)[..., None]:  # [kv_heads, 1]
-            moved = (score + shift) % PRIME
-            score = moved * moved % PRIME * moved % PRIME
-        return score.float()
+        # One table of lots, which heads enter at different places: a hash in integers takes TensorRT minutes to build.
+        draw = np.random.default_rng(self.seed)
+        lots = torch.tensor(draw.permutation(DRAWN).tolist(), dtype=torch.float32)
+        shifts = torch.tensor(draw.integers(DRAWN, size=(tokens.positions.shape[1], 1)).tolist())
+        return lots[(tokens.positions + shifts) % DRAWN]
