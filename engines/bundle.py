@@ -32,6 +32,7 @@ from engines.manifest import (
     FORMAT,
     VERSION,
     WEIGHTS,
+    Adaptive,
     Bucket,
     Embedding,
     File,
@@ -45,8 +46,8 @@ from engines.manifest import (
 )
 
 __all__ = [
-    "Bucket", "Bundle", "Embedding", "Graph", "Level", "Manifest", "Model", "Plan", "Shortened", "TensorSpec", "read",
-    "seal", "sha256", "writing",
+    "Adaptive", "Bucket", "Bundle", "Embedding", "Graph", "Level", "Manifest", "Model", "Plan", "Shortened",
+    "TensorSpec", "read", "seal", "sha256", "writing",
 ]  # fmt: skip
 
 MANIFEST, CHECKSUM = "manifest.json", "manifest.sha256"

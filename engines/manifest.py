@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from engines.gate import Fallback, Gate
+
 FORMAT = "unicache-edge"
 VERSION = 2
 WEIGHTS = "weights.bin"
@@ -111,15 +113,46 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Adaptive:
+    """What decides how many visual tokens of an image a request takes; the vision graph returns the most it may be.
+
+    Attributes:
+        counts: how many it may be, ascending; the smallest whose coverage reaches `coverage`, else the last.
+        coverage: the threshold: mean over the image's tokens of the highest cosine to a kept one.
+        floor: tokens that every image keeps, whatever the quota.
+        quota: share of their tokens that the images of a request keep together; None: each for itself.
+        gate, fallback: share to drop, by memory and entropy, and by the length of the prompt; None: all may stay.
+    """
+
+    counts: list[int]
+    coverage: float = 1.0
+    floor: int = 1
+    quota: float | None = None
+    gate: Gate | None = None
+    fallback: Fallback | None = None
+
+    def __post_init__(self) -> None:
+        if not self.counts or self.counts != sorted({*self.counts}):
+            raise ValueError(f"counts must be ascending, got {self.counts}")
+        if not 1 <= self.floor <= self.counts[0]:
+            raise ValueError(f"1 <= floor <= counts is needed, got {self.floor} and {self.counts}")
+        if not 0 < self.coverage <= 1:
+            raise ValueError(f"coverage must be in (0, 1], got {self.coverage}")
+        if self.quota is not None and not 0 < self.quota <= 1:
+            raise ValueError(f"quota must be in (0, 1], got {self.quota}")
+
+
+@dataclass(frozen=True)
 class Level:
     """One compression level: a recipe made static.
 
     Attributes:
         recipe: the recipe's settings, as read from its TOML file.
         kv_heads: KV heads that each layer caches; the model's, or fewer where heads were merged.
-        visual_tokens: tokens kept of every image.
+        visual_tokens: tokens that the vision graph returns of every image.
         vision: name of the vision graph.
         buckets: shortest first.
+        adaptive: how many of the returned tokens a request takes; None: all.
     """
 
     recipe: dict[str, Any]
@@ -127,6 +160,13 @@ class Level:
     visual_tokens: int
     vision: str
     buckets: list[Bucket]
+    adaptive: Adaptive | None = None
+
+    @property
+    def least_visual_tokens(self) -> int:
+        """Tokens of an image that a prompt must have room for."""
+        shared = self.adaptive if self.adaptive and self.adaptive.quota is not None else None
+        return shared.floor if shared else self.visual_tokens
 
 
 @dataclass(frozen=True)
@@ -233,8 +273,12 @@ class Manifest:
         for name, level in self.levels.items():
             if not level.buckets:
                 raise ValueError(f"level {name!r} has no buckets")
-            kept = level.visual_tokens
-            self._graph(level.vision, "vision").expect(visual_tokens=[1, kept, self.model.hidden_size], kept=[1, kept])
+            kept, vision = level.visual_tokens, self._graph(level.vision, "vision")
+            vision.expect(visual_tokens=[1, kept, self.model.hidden_size], kept=[1, kept])
+            if level.adaptive:
+                vision.expect(order=[1, kept], coverage=[1, kept], entropy=[1])
+                if level.adaptive.counts[-1] != kept:
+                    raise ValueError(f"counts {level.adaptive.counts} of level {name!r} do not end at {kept}")
             _check_heads(level.kv_heads)
             if len(level.kv_heads) != self.model.num_layers:
                 raise ValueError(

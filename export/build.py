@@ -202,7 +202,7 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
         if too_long := [s for s in lengths if not 1 <= s <= limit]:
             raise UserError(f"--buckets {too_long[0]}: the model has positions 1 to {limit}")
         return sorted(set(lengths))
-    pruned = checkpoint.image_tokens - recipe.perception.count(checkpoint.image_tokens)
+    pruned = checkpoint.image_tokens - recipe.perception.count(checkpoint.image_tokens, recipe.perception.quota)
     lengths = []
     for images in args.images or DEFAULT_IMAGES:
         content = [{"type": "image"}] * images + [{"type": "text", "text": ""}]

@@ -54,7 +54,8 @@ def plan_levels(
         tokens = recipe.perception.count(checkpoint.image_tokens)
         # Levels that keep all tokens share a graph; so do those that choose the same, named after the first of them.
         choice, own = str(recipe.settings()["perception"]), f"{name}.vision_{tokens}"
-        vision = visions.setdefault(choice, own) if tokens < checkpoint.image_tokens else f"vision_{tokens}"
+        chooses = tokens < checkpoint.image_tokens or recipe.perception.adaptive
+        vision = visions.setdefault(choice, own) if chooses else f"vision_{tokens}"
         add(vision, partial(Vision, checkpoint.encoder, recipe, *checkpoint.pixel_size))
         known = statistics if recipe.store == "int8" else None
         sized = []
@@ -72,7 +73,8 @@ def plan_levels(
                     shortened=state.shortened,
                 )
             )
-        levels[name] = bundle.Level(recipe.settings(), checkpoint.decoder.kv_heads, tokens, vision, sized)
+        adaptive = recipe.adaptive(checkpoint.image_tokens)
+        levels[name] = bundle.Level(recipe.settings(), checkpoint.decoder.kv_heads, tokens, vision, sized, adaptive)
     return levels, makers
 
 

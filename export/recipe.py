@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from engines.bundle import Adaptive
 from engines.config import parse
 from engines.errors import UserError
+from engines.gate import Fallback, Gate
 from export.stages import budget, importance, merge, modality, perception, shorten
 from export.stages.int8 import Int8
 from export.stages.protect import Protect
@@ -65,6 +67,7 @@ class Recipe:
         protect: tokens never dropped.
         merge: what becomes of the tokens that are not kept.
         store: dtype of the store's rows; "int8" quantizes by the `int8` table.
+        gate, fallback: which of perception's buckets a request may take, by memory and by the prompt; left out: any.
     """
 
     name: str
@@ -79,10 +82,14 @@ class Recipe:
     store: Literal["int8", "float16", "float32"] = "int8"
     int8: Int8 = field(default_factory=Int8)
     window: Window = field(default_factory=Window)
+    gate: Gate | None = None
+    fallback: Fallback | None = None
 
     def __post_init__(self) -> None:
         if not self.name.replace("-", "").replace("_", "").isalnum():
             raise ValueError(f"a recipe's name is letters, digits, '-' and '_', got {self.name!r}")
+        if (self.gate or self.fallback) and not self.perception.buckets:
+            raise ValueError("gate and fallback choose among the buckets of perception: set  [perception] buckets")
 
     @property
     def needs_kinds(self) -> bool:
@@ -97,6 +104,13 @@ class Recipe:
     def _stages(self) -> list[Stage]:
         values = (getattr(self, f.name) for f in dataclasses.fields(self))
         return [stage for stage in values if isinstance(stage, Stage)]
+
+    def adaptive(self, image_tokens: int) -> Adaptive | None:
+        """What the manifest says of perception if the runtime decides how many tokens an image keeps."""
+        if not self.perception.adaptive:
+            return None
+        counts, p = self.perception.counts(image_tokens), self.perception
+        return Adaptive(counts, p.coverage, min(p.floor, counts[0]), p.quota, self.gate, self.fallback)
 
     def settings(self) -> dict[str, Any]:
         """Plain data for the manifest; `parse(Recipe, ...)` reads it back."""

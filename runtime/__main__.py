@@ -108,7 +108,7 @@ def _info(arguments: argparse.Namespace) -> None:
     )
     for name, level in manifest.levels.items():
         print(f"\nlevel {name}{' (default)' if name == manifest.default_level else ''}: ", end="")
-        print(f"{level.visual_tokens} visual tokens an image kept")
+        print(f"{'at most ' if level.adaptive else ''}{level.visual_tokens} visual tokens an image kept")
         for bucket in level.buckets:
             compacts = "compacts" if bucket.compact else "never compacts"
             print(

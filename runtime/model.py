@@ -23,6 +23,7 @@ from engines.ort import OrtSession
 from engines.preprocessor import ImagePreprocessor
 from engines.tokens import FIRST, TEXT, marked
 from runtime import backends
+from runtime.gate import VisualGate
 from runtime.preprocess import preprocess
 from runtime.prompt import PromptReader, Rows, choose_bucket, lay_out, left_pad, question_inputs
 from runtime.state import State
@@ -41,7 +42,7 @@ class Stats:
 
     Attributes:
         prompt_tokens: P, before visual tokens were pruned.
-        visual_tokens: kept, of all images together.
+        visual_tokens: kept, of all images together; of each one in `visual_tokens_by_image`.
         bucket: S, the length that the prompt was padded to.
         kv_bytes: all state tensors as allocated: store, window, scales, positions, biases, masses.
         kv_bytes_uncompressed: fp16 keys and values of the whole prompt and every generated token.
@@ -57,6 +58,7 @@ class Stats:
     prompt_tokens: int = 0
     images: int = 0
     visual_tokens: int = 0
+    visual_tokens_by_image: list[int] = field(default_factory=list)
     bucket: int = 0
     generated_tokens: int = 0
     kv_bytes: int = 0
@@ -89,7 +91,6 @@ class Request:
 
     ids: list[int]
     pixels: list[np.ndarray]
-    bucket: Bucket
     max_new_tokens: int
     ignore_eos: bool
     question_later: bool
@@ -110,6 +111,7 @@ class VLM:
         self._prompts = PromptReader(bundle.path, self.model)
         self._preprocessor = ImagePreprocessor.read(bundle.path)
         self._sessions: dict[str, OrtSession] = {}
+        self._gate = VisualGate(self._level, self.model.image_tokens)
 
     @classmethod
     def open(
@@ -199,27 +201,28 @@ class VLM:
                 "give fewer images or words"
             )
         text = len(ids) - len(images)
-        bucket = choose_bucket(text + len(images) * self._level.visual_tokens, text, self._level)
+        choose_bucket(text + len(images) * self._level.least_visual_tokens, text, self._level)
         with stats.time("images"):
             pixels = [preprocess(image, self._preprocessor) for image in images]
-        return Request(ids, pixels, bucket, max_new_tokens, ignore_eos, question_later)
+        return Request(ids, pixels, max_new_tokens, ignore_eos, question_later)
 
     def tokens(self, request: Request, stats: Stats) -> Iterator[int]:
         """Prefill, then decode: the whole of generation, one token at a time."""
         rows, embeddings = self._embed(request, stats)
-        stats.prompt_tokens, stats.bucket = rows.total, request.bucket.length
+        bucket = choose_bucket(len(rows), int(np.count_nonzero(rows.kinds == TEXT)), self._level)
+        stats.prompt_tokens, stats.bucket = rows.total, bucket.length
         split = rows.after_images if request.question_later else len(rows)
 
-        state, logits = self._prefill(embeddings[:split], rows[:split], request.bucket, stats)
+        state, logits = self._prefill(embeddings[:split], rows[:split], bucket, stats)
         kinds, ends = marked(rows.kinds, rows.segments), set(self.model.sentence_ends)
         for row in range(split, len(rows)):
-            if not self._room(state, request.bucket, stats):
+            if not self._room(state, bucket, stats):
                 raise UserError(
                     f"the question does not fit into the window of {state.window} tokens, which this level never "
                     "compacts: ask with the image (without question_later), or choose a level that compacts"
                 )
             with stats.time("question"):
-                logits = self._decode(embeddings[row], int(rows.positions[row]), kinds[row], state, request.bucket)
+                logits = self._decode(embeddings[row], int(rows.positions[row]), kinds[row], state, bucket)
 
         position, after = rows.total, True  # an answer begins a sentence
         while True:
@@ -235,12 +238,12 @@ class VLM:
             if position == self.model.max_positions:
                 stats.stop_reason = "max_positions"
                 break
-            if not self._room(state, request.bucket, stats):
+            if not self._room(state, bucket, stats):
                 stats.stop_reason = "window_full"
                 break
             kind = TEXT + FIRST * (after and token not in ends)
             with stats.time("decode"):
-                logits = self._decode(self._table[token], position, kind, state, request.bucket)
+                logits = self._decode(self._table[token], position, kind, state, bucket)
             position, after = position + 1, token in ends
 
         stats.kv_bytes, stats.compactions = state.nbytes, state.compactions
@@ -252,13 +255,16 @@ class VLM:
 
     def _embed(self, request: Request, stats: Stats) -> tuple[Rows, np.ndarray]:
         """The prompt's rows, and their embeddings [T, d]: from the table for text, from the vision graph for images."""
-        visual, kept = [], []
+        seen, visual, kept = [], [], []
         for pixels in request.pixels:
             vision = self._session(self._level.vision, stats)
             with stats.time("vision"):
-                out = vision.run({"pixel_values": pixels} | self._question(request, vision))
-            visual.append(out["visual_tokens"][0])
-            kept.append(out["kept"][0])
+                seen.append(vision.run({"pixel_values": pixels} | self._question(request, vision)))
+        counts = self._gate.counts(seen, len(request.ids) - len(seen))
+        for out, count in zip(seen, counts, strict=True):
+            first = out["order"][0] < count if "order" in out else slice(None)
+            visual.append(out["visual_tokens"][0, first])
+            kept.append(out["kept"][0, first])
         m = self.model
         rows = lay_out(request.ids, kept, m.image_token_id, m.image_tokens, m.sentence_ends)
         embeddings = np.empty((len(rows), m.hidden_size), np.float32)
@@ -266,7 +272,7 @@ class VLM:
         embeddings[text] = self._table[rows.ids[text]]
         if visual:
             embeddings[~text] = np.concatenate(visual)
-        stats.images, stats.visual_tokens = len(visual), int(np.count_nonzero(~text))
+        stats.images, stats.visual_tokens, stats.visual_tokens_by_image = len(visual), sum(counts), counts
         return rows, embeddings
 
     def _question(self, request: Request, vision: OrtSession) -> dict[str, np.ndarray]:

@@ -97,7 +97,7 @@ def choose_bucket(tokens: int, text: int, level: Level) -> Bucket:
             f"{most}: give fewer words, choose a level that does not shorten, or rebuild with more of  --buckets"
         )
     raise UserError(
-        f"the prompt has {tokens} tokens ({level.visual_tokens} of every image), more than the longest bucket's "
+        f"the prompt has {tokens} tokens ({level.least_visual_tokens} of every image), more than the longest bucket's "
         f"{buckets[-1].length}: give fewer images or words, or rebuild with  python export/build.py --buckets {tokens}"
     )
 

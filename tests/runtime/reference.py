@@ -9,7 +9,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.runtime.toy import END, HEAD_DIM, HEADS, IMAGE, IMAGE_TOKENS, KV_HEADS, LAYERS, LEVELS, PREPROCESSOR, WEIGHTS
+from tests.runtime.toy import (
+    ADAPTIVE,
+    END,
+    HEAD_DIM,
+    HEADS,
+    IMAGE,
+    IMAGE_TOKENS,
+    KV_HEADS,
+    LAYERS,
+    LEVELS,
+    PREPROCESSOR,
+    WEIGHTS,
+)
 from tests.runtime.toy import SENTENCE_ENDS as ENDS
 
 
@@ -34,12 +46,51 @@ class Answer:
     stores: list[list[Slot | None]] = field(default_factory=list)
 
 
-def look(image: np.ndarray, kept: int) -> tuple[np.ndarray, list[int]]:
-    """uint8 [8, 8, 3] -> rows of the brightest patches, and their places."""
+def patches_of(image: np.ndarray) -> np.ndarray:
+    """uint8 [8, 8, 3] -> [4, 3]."""
     x = (image / 255 - np.array(PREPROCESSOR.mean)) / np.array(PREPROCESSOR.std)
-    patches = np.stack([x[r : r + 4, c : c + 4].mean((0, 1)) for r in (0, 4) for c in (0, 4)])
+    return np.stack([x[r : r + 4, c : c + 4].mean((0, 1)) for r in (0, 4) for c in (0, 4)])
+
+
+def look(image: np.ndarray, kept: int) -> tuple[np.ndarray, list[int]]:
+    """The rows of the brightest patches, and their places."""
+    patches = patches_of(image)
     best = sorted(np.argsort(-patches.sum(1))[:kept].tolist())
     return patches[best] @ WEIGHTS["vision"], best
+
+
+def covers(image: np.ndarray, count: int) -> float:
+    """What the vision graph says of the brightest `count` patches."""
+    light = sorted(1 / (1 + np.exp(-patches_of(image).sum(1))), reverse=True)
+    return sum(light[:count]) / sum(light)
+
+
+def counts(level: str, images: list[np.ndarray], text: int, pressure: float) -> list[int]:
+    """Patches that each image keeps."""
+    if level not in ADAPTIVE:
+        return [LEVELS[level][0]] * len(images)
+    a = ADAPTIVE[level]
+    wanted = []
+    for image in images:
+        drop = 0.0
+        if a.gate:
+            entropy = 1 / (1 + np.exp(-patches_of(image).sum(1).mean()))
+            drop = min(max(a.gate.base * (0.5 + pressure) * (1.5 - entropy), 0.2), 0.7)
+        if a.fallback:
+            hard = np.log(4 * len(images)) + np.log(text)  # of 1.0 to 5.0
+            drop = min(drop, 0.75 - 0.35 * min(max((hard - 1) / 4, 0), 1))
+        count = next((n for n in a.counts if covers(image, n) >= a.coverage), 4)
+        if a.gate:
+            count = min(count, next(n for n in a.counts if n / 4 >= 1 - drop))
+        wanted.append(count)
+    if not a.quota:
+        return wanted
+    total = min(a.quota * 4 * len(images), 40 - text)
+    got = [a.floor] * len(images)
+    while sum(got) + 1 <= total and got != wanted:
+        poor = [i for i in range(len(images)) if got[i] < wanted[i]]
+        got[min(poor, key=lambda i: (covers(images[i], got[i]), i))] += 1
+    return got
 
 
 def attend(query_row: np.ndarray, layer: int, slots: list[Slot | None]) -> np.ndarray:
@@ -73,9 +124,11 @@ def answer(
     steps: int,
     ignore_eos: bool = False,
     question_later: bool = False,
+    pressure: float = 0.0,
 ) -> Answer:
     """Generate from token ids with one placeholder an image."""
-    keep, compacts, sizes = LEVELS[level]
+    _, compacts, sizes = LEVELS["tight" if level in ADAPTIVE else level]
+    keep = counts(level, images, len(ids) - len(images), pressure)
 
     def row(embedding: np.ndarray, position: int, kind: int, first: bool = False) -> Slot:
         return Slot(embedding + WEIGHTS["position"][position] + WEIGHTS["kind"][kind], position, kind + 4 * first)
@@ -84,10 +137,10 @@ def answer(
     sentence, before = 0, IMAGE
     for token in ids:
         if token == IMAGE:
-            rows, places = look(remaining.pop(0), keep)
+            rows, places = look(remaining.pop(0), keep.pop(0))
             kept.append(places)
             prompt += [row(r, position + place, 2) for r, place in zip(rows, places, strict=True)]
-            segments += [len(kept)] * keep
+            segments += [len(kept)] * len(places)
             last_visual = len(prompt)
             position += IMAGE_TOKENS
         else:

@@ -11,7 +11,7 @@ import pytest
 
 import runtime
 from engines.errors import UserError
-from runtime import backends
+from runtime import backends, gate
 from runtime.model import VLM, Result
 from tests.runtime import reference, toy
 
@@ -23,9 +23,19 @@ def image(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
 
 
+def patchy(seed: int) -> np.ndarray:
+    """Of patches that differ more, so that some images need fewer of them than others."""
+    grey = np.random.default_rng(seed).integers(0, 220, (2, 2, 1)).repeat(4, 0).repeat(4, 1)
+    return (grey + image(seed) // 8).astype(np.uint8)
+
+
 def ids_of(question: str, images: int) -> list[int]:
     places = "".join(f" image {k + 1} : <image>" for k in range(images))
     return [toy.WORDS.index(word) for word in f"<s> user :{places} {question} assistant :".split()]
+
+
+def places(ids: list[int]) -> list[int]:
+    return [i for i, token in enumerate(ids) if token == toy.IMAGE]
 
 
 def ask(vlm: VLM, question: str, images: list[np.ndarray], **options: Any) -> Result:
@@ -69,15 +79,23 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 @pytest.mark.parametrize("question_later", [False, True])
 @pytest.mark.parametrize("images", [1, 2, 4])
-@pytest.mark.parametrize("level", ["loose", "tight"])
-def test_equals_the_judge(level: str, images: int, question_later: bool, bundle_path: Path, recorder: Recorder) -> None:
+@pytest.mark.parametrize("level", ["loose", "tight", *toy.ADAPTIVE])
+def test_equals_the_judge(
+    level: str,
+    images: int,
+    question_later: bool,
+    bundle_path: Path,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gate, "memory_pressure", lambda budget: 0.3)
     vlm = runtime.open(bundle_path, level=level, threads=1)
-    pictures = [image(seed) for seed in range(images)]
+    pictures = [patchy(3 - k) for k in range(images)]
     for question in QUESTIONS[:3]:
         recorder.calls.clear()
         options = {"ignore_eos": True, "question_later": question_later}
         result = ask(vlm, question, pictures, max_new_tokens=30, **options)
-        judge = reference.answer(ids_of(question, images), pictures, level, 30, **options)
+        judge = reference.answer(ids_of(question, images), pictures, level, 30, **options, pressure=0.3)
 
         assert result.tokens == judge.tokens
         assert result.stats.stop_reason == judge.stop
@@ -85,7 +103,11 @@ def test_equals_the_judge(level: str, images: int, question_later: bool, bundle_
         logits = [outputs["logits"][0] for _, _, outputs in recorder.of("prefill") + recorder.of("decode")]
         np.testing.assert_allclose(logits, judge.logits, atol=1e-3)
         assert [int(feeds["position"][0, 0]) for _, feeds, _ in recorder.of("decode")] == judge.decoded
-        assert [outputs["kept"][0].tolist() for _, _, outputs in recorder.of("vision")] == judge.kept
+        _, feeds, _ = recorder.of("prefill")[0]
+        starts = [i + k * (toy.IMAGE_TOKENS - 1) for k, i in enumerate(places(ids_of(question, images)))]
+        want = [start + place for start, kept in zip(starts, judge.kept, strict=True) for place in kept]
+        assert feeds["positions"][feeds["kinds"] == 2].tolist() == want
+        assert result.stats.visual_tokens_by_image == [len(kept) for kept in judge.kept]
         assert [feeds["window_kinds"][0].tolist() for _, feeds, _ in recorder.of("compact")] == judge.full
 
 

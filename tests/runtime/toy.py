@@ -18,7 +18,8 @@ from onnx import helper
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from engines import bundle
-from engines.bundle import Bucket, Embedding, Level, Manifest, Model, TensorSpec
+from engines.bundle import Adaptive, Bucket, Embedding, Level, Manifest, Model, TensorSpec
+from engines.gate import Fallback, Gate
 from engines.preprocessor import ImagePreprocessor
 
 LAYERS, HEADS, HEAD_DIM, HIDDEN, IMAGE_TOKENS, POSITIONS = 2, 2, 4, 8, 4, 120
@@ -63,6 +64,13 @@ PREPROCESSOR = ImagePreprocessor({"height": 8, "width": 8}, 3, None, 1 / 255, [0
 LEVELS = {  # level: kept of an image, whether it compacts, [(S, C of each layer, W, r)]
     "loose": (4, False, [(16, [12, 12], 24, 4), (40, [36, 36], 24, 4)]),
     "tight": (2, True, [(16, [8, 6], 8, 4), (40, [10, 12], 8, 4)]),
+}
+ADAPTIVE = {  # levels with the graphs of "tight", which decide how many of an image's 4 tokens they keep
+    "thrifty": Adaptive([1, 2, 4], coverage=0.7),
+    "shared": Adaptive([4], floor=1, quota=0.625),
+    "frugal": Adaptive([2, 3, 4], coverage=0.8, floor=2, quota=0.75),
+    "gated": Adaptive([1, 2, 3, 4], gate=Gate(base=0.5)),
+    "fallen": Adaptive([1, 2, 3, 4], gate=Gate(base=1.0), fallback=Fallback(simple=1.0, complex=5.0)),
 }
 
 
@@ -188,19 +196,29 @@ def _logits(g: Builder, last: str, mixed: list[str]) -> str:
     return g.reshape(total, 1, VOCABULARY)
 
 
-def _vision(kept: int) -> Builder:
-    """Means of 4 x 4 patches -> rows; the brightest `kept` of them, in their order."""
+def _vision(kept: int, adaptive: bool = False) -> Builder:
+    """Means of 4 x 4 patches -> rows; the brightest `kept` of them, in their order.
+
+    Adaptive: what the first of them cover is their share of all patches' sigmoid(brightness), and the entropy is the
+    sigmoid of the mean brightness; the runtime does not know what they mean.
+    """
     g = Builder()
     pixels = g.reshape(g.input("pixel_values", "float32", 1, 3, 8, 8), 1, 3, 2, 4, 2, 4)
     means = g("ReduceMean", pixels, g.const([3, 5]), keepdims=0)
     patches = g("Transpose", g.reshape(means, 1, 3, IMAGE_TOKENS), perm=[0, 2, 1])
     brightness = g("ReduceSum", patches, g.const([2]), keepdims=0)
-    _, best = g.top(brightness, kept, largest=1)
-    ascending, _ = g.top(g.cast(best, "float32"), kept, largest=0)
+    bright, best = g.top(brightness, kept, largest=1)
+    ascending, rank = g.top(g.cast(best, "float32"), kept, largest=0)
     index = g.cast(ascending, "int64")
     rows = g("MatMul", g("Gather", g("Squeeze", patches, g.const([0])), index), g.const(WEIGHTS["vision"]))
     g.output("visual_tokens", rows, "float32", 1, kept, HIDDEN)
     g.output("kept", g.cast(index, "int32"), "int32", 1, kept)
+    if adaptive:
+        total = g("ReduceSum", g("Sigmoid", brightness), g.const([1]), keepdims=1)
+        covered = g("Div", g("CumSum", g("Sigmoid", bright), g.const(1)), total)
+        g.output("order", g.cast(rank, "int32"), "int32", 1, kept)
+        g.output("coverage", covered, "float32", 1, kept)
+        g.output("entropy", g("Sigmoid", g("ReduceMean", brightness, g.const([1]), keepdims=0)), "float32", 1)
     return g
 
 
@@ -351,6 +369,11 @@ def build(out: Path) -> Path:
                         graphs[name] = make(bucket).save(folder / f"{name}.onnx", kind)
                 buckets.append(bucket)
             levels[level] = Level({"name": level}, KV_HEADS, kept, vision, buckets)
+        graphs["vision_all"] = _vision(IMAGE_TOKENS, adaptive=True).save(folder / "vision_all.onnx", "vision")
+        for level, adaptive in ADAPTIVE.items():
+            levels[level] = Level(
+                {"name": level}, KV_HEADS, IMAGE_TOKENS, "vision_all", levels["tight"].buckets, adaptive
+            )
         table = WEIGHTS["embedding"]
         (folder / bundle.WEIGHTS).write_bytes(bytes(EMBEDDING_OFFSET) + table.tobytes())
         _tokenizer().save(str(folder / "tokenizer.json"))

@@ -150,7 +150,8 @@ def toy_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_toy_bundle_from_command_to_json(toy_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "accuracy.json"
-    command = [str(toy_bundle), "--suites", "page1", "--regimes", "prompt", "--processes", "1", "--json", str(out)]
+    options = {"levels": "loose,tight", "suites": "page1", "regimes": "prompt", "processes": "1", "json": str(out)}
+    command = [str(toy_bundle), *(part for name, value in options.items() for part in (f"--{name}", value))]
     assert accuracy.main(command) == 0
     assert "| page1 | prompt   | loose" in capsys.readouterr().out
     written = json.loads(out.read_text())

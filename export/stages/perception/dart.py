@@ -20,7 +20,7 @@ class Dart(Perception):
     the largest L1 norm, and each pivot in turn takes an equal share of the tokens still to keep, those least similar
     to it among the ones not yet taken. What differs: the paper prunes behind the second decoder layer, measures the
     norms there on the keys and has text tokens as pivots too; here it prunes before the decoder, by the visual tokens
-    alone, and needs no question.
+    alone, and needs no question. First choice are the pivots, then the least similar token of each, and so on.
 
     Attributes:
         pivots: fewer if not so many tokens are kept.
@@ -40,9 +40,11 @@ class Dart(Perception):
         unit = normalize(features, dim=2)
         heads = unit.gather(1, pivots[..., None].expand(-1, -1, unit.shape[2]))
         novelty = -heads @ unit.mT  # [batch, pivots, tokens]
-        kept, taken = [pivots], torch.zeros(features.shape[:2]).scatter(1, pivots, TAKEN)
+        taken = torch.zeros(features.shape[:2]).scatter(1, pivots, TAKEN)
         share, more = divmod(count - pivots.shape[1], pivots.shape[1])
+        shares = []
         for pivot in range(pivots.shape[1]):
-            kept.append(best(novelty[:, pivot] + taken, share + (pivot < more)))
-            taken = taken.scatter(1, kept[-1], TAKEN)
-        return torch.cat(kept, dim=1)
+            shares.append(best(novelty[:, pivot] + taken, share + (pivot < more)))
+            taken = taken.scatter(1, shares[-1], TAKEN)
+        turns = [mine[:, turn : turn + 1] for turn in range(share + 1) for mine in shares if turn < mine.shape[1]]
+        return torch.cat([pivots, *turns], dim=1)

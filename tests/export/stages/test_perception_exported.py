@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import runtime
+from engines import trt
+from engines.bundle import Adaptive
 from engines.errors import UserError
 from engines.ort import OrtSession
 from export.checkpoint import Checkpoint
@@ -47,6 +49,47 @@ def test_the_exported_vision_graph_passes(checkpoint: Checkpoint, tmp_path: Path
     np.testing.assert_allclose(got["visual_tokens"], want[0], atol=1e-4)
 
 
+@pytest.mark.parametrize("keep", [0.6, 1.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_exported_adaptive_graph_passes(checkpoint: Checkpoint, tmp_path: Path, method: str, keep: float) -> None:
+    recipe = tiny.recipe(perception={"method": method, "keep": keep, "buckets": [0.25]})
+    module = Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size).eval()
+    with WeightFile(tmp_path) as weights:
+        graph = export(module, "vision", weights)
+    kept = round(keep * tiny.IMAGE_TOKENS)
+    shapes = {spec.name: spec.shape for spec in graph.outputs}
+    tokens = {"visual_tokens": [1, kept, checkpoint.decoder.hidden_size], "kept": [1, kept]}
+    assert shapes == {**tokens, "order": [1, kept], "coverage": [1, kept], "entropy": [1]}
+    assert ("question" in module.inputs) == (method in ("coverage", "attention"))
+    assert largest_error(module, graph, tmp_path) < TOLERANCE
+    feeds = random_inputs(module)
+    with torch.no_grad():
+        want = dict(zip(module.outputs, module(*map(torch.from_numpy, feeds.values())), strict=True))
+        features = checkpoint.encoder(torch.from_numpy(feeds["pixel_values"]))
+    got = OrtSession(tmp_path / graph.file).run(feeds)
+    for name in ("kept", "order"):
+        np.testing.assert_array_equal(got[name], want[name])
+    for name in ("visual_tokens", "coverage", "entropy"):
+        np.testing.assert_allclose(got[name], want[name], atol=1e-4)
+    assert sorted(got["order"][0].tolist()) == list(range(kept))
+    np.testing.assert_array_equal(got["kept"], np.sort(got["kept"]))
+    np.testing.assert_allclose(got["visual_tokens"], features[:, got["kept"][0]], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_plan_is_built_of_it(checkpoint: Checkpoint, tmp_path: Path, method: str) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install tensorrt-rtx-cu13")
+    recipe = tiny.recipe(perception={"method": method, "keep": 0.5, "buckets": [0.25]})
+    module = Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size).eval()
+    with WeightFile(tmp_path) as weights:
+        graph = export(module, "vision", weights)
+    built: list[trt.Built] = []
+    trt.build_plans("trt-rtx", {"vision": tmp_path / graph.file}, tmp_path, built.append)
+    assert set(built[0].inputs) == {spec.name for spec in graph.inputs}
+    assert set(built[0].outputs) == {"visual_tokens", "kept", "order", "coverage", "entropy"}
+
+
 @pytest.mark.parametrize(("other", "message"), [(1, ""), (3, "kept agrees with PyTorch in 98.5%")])
 def test_a_near_tie_is_no_error_of_the_export(other: int, message: str) -> None:
     """Of 200 tokens a few differ: all behind them are shifted by as many places."""
@@ -81,13 +124,16 @@ def test_levels_share_a_vision_graph_if_they_choose_alike(checkpoint: Checkpoint
         "same": half,
         "cover": {**half, "method": "coverage"},
         "cover_more": {**half, "method": "coverage", "alpha": 1.0},
+        "shared": {"quota": 0.5},
     }
     recipes = {name: tiny.recipe(name=name, perception=table) for name, table in tables.items()}
     levels, makers = plan_levels(checkpoint, recipes, {name: [64] for name in recipes}, None)
     assert [level.vision for level in levels.values()] == [
         "vision_16", "vision_16", "half.vision_8", "half_too.vision_8", "half.vision_8", "cover.vision_8",
-        "cover_more.vision_8",
+        "cover_more.vision_8", "shared.vision_16",
     ]  # fmt: skip
+    assert levels["shared"].adaptive == Adaptive([16], 0.9, 1, 0.5)
+    assert levels["half"].adaptive is None
     for name, level in levels.items():
         vision = makers[level.vision]()
         assert isinstance(vision, Vision)

@@ -1,0 +1,101 @@
+"""How many visual tokens of each image enter the language model, where a level leaves that to the request."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from engines.gate import Gate
+from engines.manifest import Level
+
+MIB = 2**20
+SLACK = 1e-6  # of a token: 0.6 of 10 are 6, whatever floats make of it
+
+
+def memory_pressure(budget_mib: int) -> float:
+    """Memory in use / budget: of this process, or of the whole machine if there is no budget (Linux; elsewhere 0)."""
+    try:
+        if budget_mib:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            return pages * os.sysconf("SC_PAGE_SIZE") / (budget_mib * MIB)
+        rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        known = {row[0]: int(row[1]) for row in rows}
+        return 1 - known["MemAvailable:"] / known["MemTotal:"]
+    except (OSError, ValueError, LookupError):
+        return 0.0
+
+
+class VisualGate:
+    """Decides, before prefill, how many of its returned tokens each image of a request keeps.
+
+    Attributes:
+        heavy: whether memory pressure was over the gate's `high` and has not been under its `low` since.
+    """
+
+    def __init__(self, level: Level, image_tokens: int) -> None:
+        """
+        Args:
+            image_tokens: N, of an image before any is dropped.
+        """
+        self._level, self._tokens, self.heavy = level, image_tokens, False
+
+    def counts(self, seen: Sequence[dict[str, np.ndarray]], text: int) -> list[int]:
+        """Tokens of each image.
+
+        Args:
+            seen: what the vision graph returned of each image.
+            text: text tokens of the prompt.
+        """
+        adaptive = self._level.adaptive
+        if adaptive is None:
+            return [self._level.visual_tokens] * len(seen)
+        pressure = self._pressure(adaptive.gate) if adaptive.gate else 0.0
+        most, curves = [], [out["coverage"][0] for out in seen]
+        for out, curve in zip(seen, curves, strict=True):
+            rates = [adaptive.gate.rate(pressure, float(out["entropy"][0]))] if adaptive.gate else []
+            rates += [adaptive.fallback.rate(len(seen) * self._tokens, text)] if adaptive.fallback else []
+            keep = (1 - min(rates)) * self._tokens if rates else math.inf  # the fallback only ever softens the gate
+            enough = (n for n in adaptive.counts if n >= keep - SLACK or curve[n - 1] >= adaptive.coverage)
+            most.append(next(enough, adaptive.counts[-1]))
+        if adaptive.quota is None:
+            return most
+        shared = round(adaptive.quota * len(seen) * self._tokens)
+        return fill(curves, adaptive.floor, most, min(shared, self._longest(text) - text))
+
+    def _longest(self, text: int) -> int:
+        """Tokens of the longest prompt that the level takes, `text` of them text."""
+        shortened = ((bucket.length, bucket.shortened) for bucket in self._level.buckets)
+        return max(s.tokens if s and not s.fits(length, text) else length for length, s in shortened)
+
+    def _pressure(self, gate: Gate) -> float:
+        """Pressure now, and while `heavy` at least `high`."""
+        now = memory_pressure(gate.budget_mib)
+        self.heavy = now > gate.high or (self.heavy and now >= gate.low)
+        return max(now, gate.high) if self.heavy else now
+
+
+def fill(curves: Sequence[np.ndarray], floor: int, most: Sequence[int], total: int) -> list[int]:
+    """Share `total` tokens out among images: each gets `floor`, each further one goes where coverage is lowest.
+
+    Args:
+        curves: of each image, coverage by its first 1, 2, ... tokens, [K].
+        most: of each image, tokens that it takes at most.
+
+    Returns:
+        Tokens of each image; together `total`, unless all have the floor or all have their most.
+    """
+    counts = [min(floor, limit) for limit in most]
+    lowest = [(float(curve[count - 1]), i) for i, (curve, count) in enumerate(zip(curves, counts, strict=True))]
+    heapq.heapify(lowest)  # the first image among equals
+    for _ in range(min(total, sum(most)) - sum(counts)):
+        while counts[lowest[0][1]] == most[lowest[0][1]]:
+            heapq.heappop(lowest)
+        image = lowest[0][1]
+        counts[image] += 1
+        heapq.heapreplace(lowest, (float(curves[image][counts[image] - 1]), image))
+    return counts

@@ -1,0 +1,191 @@
+"""How many visual tokens an image keeps: pressure with hysteresis, quotas, and prompts that a quota makes fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import runtime
+from engines.errors import UserError
+from engines.gate import Fallback, Gate
+from engines.manifest import Adaptive, Bucket, Level, Shortened
+from runtime import gate
+from runtime.gate import VisualGate, fill, memory_pressure
+from tests.runtime.test_model import Recorder, ask, ids_of, patchy
+
+BUCKETS = [Bucket(40, [4], 8, 2, "p", "d", "c"), Bucket(60, [4], 8, 2, "p", "d", "c")]
+
+
+def visual_gate(adaptive: Adaptive | None) -> VisualGate:
+    """Of a model with 10 tokens an image."""
+    return VisualGate(Level({}, [1], adaptive.counts[-1] if adaptive else 7, "v", BUCKETS, adaptive), 10)
+
+
+def seen(*curves: list[float], entropy: float = 1.0) -> list[dict[str, np.ndarray]]:
+    return [{"coverage": np.array([curve], np.float32), "entropy": np.array([entropy], np.float32)} for curve in curves]
+
+
+def pressures(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
+    remaining = list(values)
+    monkeypatch.setattr(gate, "memory_pressure", lambda budget: remaining.pop(0))
+
+
+SLOW, FAST = [k / 10 for k in range(1, 11)], [0.8 + k / 50 for k in range(1, 11)]
+
+
+def test_the_smallest_count_that_covers_enough() -> None:
+    chooser = visual_gate(Adaptive([2, 5, 10], coverage=0.5))
+    assert chooser.counts(seen(SLOW, FAST), 8) == [5, 2]
+    assert visual_gate(Adaptive([2, 5, 10], coverage=0.51)).counts(seen(SLOW, FAST), 8) == [10, 2]
+    assert visual_gate(Adaptive([2, 5], coverage=1.0)).counts(seen(SLOW[:5], FAST[:5]), 8) == [5, 5]
+    assert chooser.counts([], 8) == []
+
+
+def test_a_level_that_is_not_adaptive_keeps_what_the_graph_returns() -> None:
+    assert visual_gate(None).counts([{}, {}], 8) == [7, 7]
+
+
+def test_the_gate_keeps_at_least_what_its_rate_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = visual_gate(Adaptive([2, 3, 6, 8, 10], gate=Gate(base=0.8)))
+    pressures(monkeypatch, 0.0, 0.5, 1.0)
+    got = [chooser.counts(seen(SLOW, entropy=1.0), 8)[0] for _ in range(3)]
+    assert got == [8, 6, 6]  # 1 - rate is 0.8, 0.6 and 0.4
+    pressures(monkeypatch, 1.0, 1.0)
+    assert chooser.counts(seen(SLOW, entropy=0.0), 8) == [3]  # 0.3: the most that a gate drops
+    assert chooser.counts(seen(FAST, entropy=0.0), 8) == [3]  # what covers enough may be more than the gate leaves
+
+
+def test_hysteresis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heavy from over 80 % until under 60 %; in between the rate is that of 80 %."""
+    course = [0.7, 0.8, 0.81, 1.0, 0.7, 0.6, 0.59, 0.79]
+    heavy = [False, False, True, True, True, True, False, False]
+    counted = [0.7, 0.8, 0.81, 1.0, 0.8, 0.8, 0.59, 0.79]
+    knobs = Gate(base=0.5)
+    chooser = visual_gate(Adaptive([*range(1, 11)], gate=knobs))
+    pressures(monkeypatch, *course)
+    for was_heavy, pressure in zip(heavy, counted, strict=True):
+        got = chooser.counts(seen(SLOW, entropy=0.5), 8)[0]
+        assert chooser.heavy is was_heavy
+        assert got == next(n for n in range(1, 11) if n >= 10 * (1 - knobs.rate(pressure, 0.5)) - 1e-6)
+
+
+def test_the_fallback_softens_the_gate_and_decides_alone_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, hard = [*range(1, 11)], Fallback(simple=0.0, complex=0.1)
+    easy = Fallback(simple=90.0, complex=99.0)
+    for fallback, together, alone in ((hard, 6, 6), (easy, 4, 3)):  # rates 0.4 and 0.75; the gate's is 0.6
+        pressures(monkeypatch, 1.0)
+        adaptive = Adaptive(counts, gate=Gate(base=0.4), fallback=fallback)
+        assert visual_gate(adaptive).counts(seen(SLOW, entropy=0.5), 8) == [together]
+        assert visual_gate(Adaptive(counts, fallback=fallback)).counts(seen(SLOW), 8) == [alone]
+
+
+def shared_out(curves: list[list[float]], floor: int, most: list[int], total: int) -> list[int]:
+    """One token after the other to the image that is covered least; the first of equals."""
+    counts = [min(floor, limit) for limit in most]
+    while sum(counts) < total and counts != most:
+        worst = None
+        for i, count in enumerate(counts):
+            if count < most[i] and (worst is None or curves[i][count - 1] < curves[worst][counts[worst] - 1]):
+                worst = i
+        assert worst is not None
+        counts[worst] += 1
+    return counts
+
+
+@given(data=st.data(), images=st.integers(1, 6), tokens=st.integers(1, 12), total=st.integers(0, 80))
+def test_fill_is_water_filling(data: st.DataObject, images: int, tokens: int, total: int) -> None:
+    heights = st.lists(st.integers(0, 6), min_size=tokens, max_size=tokens)  # few values: ties
+    curves = [np.sort(np.array(data.draw(heights), np.float32)) for _ in range(images)]
+    floor = data.draw(st.integers(1, tokens))
+    most = [data.draw(st.integers(floor, tokens)) for _ in range(images)]
+    counts = fill(curves, floor, most, total)
+    assert counts == shared_out([curve.tolist() for curve in curves], floor, most, total)
+    assert sum(counts) == max(min(total, sum(most)), floor * images)
+    assert all(floor <= count <= limit for count, limit in zip(counts, most, strict=True))
+    for i, count in enumerate(counts):  # nobody could give a token to one who is covered less
+        for j, other in enumerate(counts):
+            if count > floor and other < most[j]:
+                assert curves[i][count - 2] <= curves[j][other - 1]
+
+
+def test_a_quota_gives_more_to_the_image_that_is_hard_to_cover() -> None:
+    assert visual_gate(Adaptive([10], quota=0.5)).counts(seen(SLOW, FAST), 8) == [9, 1]
+    assert visual_gate(Adaptive([10], quota=0.5, floor=3)).counts(seen(SLOW, FAST), 8) == [7, 3]
+    assert visual_gate(Adaptive([10], quota=0.5)).counts(seen(SLOW, SLOW), 8) == [5, 5]
+
+
+def test_a_quota_takes_no_more_than_covers_enough() -> None:
+    chooser = visual_gate(Adaptive([2, 5, 10], coverage=0.5, floor=2, quota=1.0))
+    assert chooser.counts(seen(SLOW, FAST), 8) == [5, 2]
+
+
+def test_a_quota_shrinks_the_images_to_the_room_of_the_longest_bucket() -> None:
+    chooser = visual_gate(Adaptive([10], quota=1.0))
+    assert chooser.counts(seen(SLOW, SLOW, SLOW), 30) == [10, 10, 10]
+    assert chooser.counts(seen(SLOW, SLOW, SLOW), 40) == [7, 7, 6]
+    assert chooser.counts(seen(SLOW, SLOW, SLOW), 57) == [1, 1, 1]
+
+
+def test_the_room_is_that_of_prompts_that_the_level_can_shorten() -> None:
+    short = [dataclasses.replace(bucket, shortened=Shortened(36, 30)) for bucket in BUCKETS]
+    chooser = VisualGate(Level({}, [1], 10, "v", short, Adaptive([10], quota=1.0)), 10)
+    assert chooser.counts(seen(SLOW, SLOW, SLOW), 30) == [10, 10, 10]
+    assert chooser.counts(seen(SLOW, SLOW, SLOW), 31) == [2, 2, 1]  # 36: no longer prompt with so much text
+
+
+QUESTION = "red red red red red"
+
+
+def images_that_fill(level: str, least: int) -> int:
+    """How many images the longest bucket, of 40 tokens, holds at `least` tokens each."""
+    return max(n for n in range(1, 8) if len(ids_of(QUESTION, n)) + n * (least - 1) <= 40)
+
+
+@pytest.mark.parametrize(("level", "least"), [("thrifty", 4), ("gated", 4), ("shared", 1), ("frugal", 2)])
+def test_too_many_images_are_refused_before_anything_runs(
+    level: str, least: int, bundle_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, vlm = Recorder(monkeypatch), runtime.open(bundle_path, level=level, threads=1)
+    most = images_that_fill(level, least)
+    pictures = [patchy(seed) for seed in range(most + 1)]
+    with pytest.raises(UserError, match=rf"\({least} of every image\), more than the longest bucket's 40"):
+        ask(vlm, QUESTION, pictures)
+    assert recorder.calls == []
+    stats = ask(vlm, QUESTION, pictures[:most], max_new_tokens=1).stats
+    assert len(stats.visual_tokens_by_image) == most
+    assert sum(stats.visual_tokens_by_image) == stats.visual_tokens
+    text = len(ids_of(QUESTION, most)) - most
+    assert stats.visual_tokens + text <= 40
+    if level == "shared":
+        assert stats.visual_tokens + text == 40  # all the room is used
+
+
+def test_the_bucket_is_that_of_the_tokens_kept(bundle_path: Path) -> None:
+    """An image that needs one token takes the short bucket where one that needs four does not."""
+    vlm = runtime.open(bundle_path, level="thrifty", threads=1)
+    words = "red " * (16 - len(ids_of("", 1)) - 1)
+    assert [ask(vlm, words, [patchy(i)], max_new_tokens=1).stats.bucket for i in (3, 0)] == [16, 40]
+
+
+def test_memory_pressure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 250 kB\n", "/proc/self/statm": "9 512 1"}
+    monkeypatch.setattr(gate.os, "sysconf", lambda name: 4096)
+    read: Any = lambda path: files[str(path)]  # noqa: E731
+    monkeypatch.setattr(Path, "read_text", read)
+    assert memory_pressure(0) == 0.75
+    assert memory_pressure(4) == 0.5
+    files["/proc/meminfo"] = "nothing"
+    assert memory_pressure(0) == 0.0
+
+
+def test_memory_pressure_of_this_machine() -> None:
+    if not Path("/proc/meminfo").exists():
+        pytest.skip("no /proc: not Linux")
+    assert 0 < memory_pressure(0) < 1
+    assert 10 * memory_pressure(1 << 20) == pytest.approx(memory_pressure((1 << 20) // 10), rel=0.2)
