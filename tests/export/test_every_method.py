@@ -41,7 +41,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 MORE: dict[str, list[dict[str, Any]]] = {
     "merge": [{"method": "three-way", "keys": "mean"}],
-    "protect": [{"separators": 2}],
+    "protect": [{"separators": 2}, {"sentence_first": True}],
 }
 
 
@@ -74,8 +74,8 @@ def graphs(checkpoint: Checkpoint, slot: str, table: dict[str, Any]) -> list[Gra
     if slot == "perception":
         return [Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size)]
     torch.manual_seed(0)
-    shape = (checkpoint.decoder.num_kv_heads, checkpoint.decoder.head_dim)
-    known = [KeyStatistics(torch.randn(shape), torch.full(shape, 4.0)) for _ in range(checkpoint.decoder.num_layers)]
+    shapes = [(heads, checkpoint.decoder.head_dim) for heads in checkpoint.decoder.kv_heads]
+    known = [KeyStatistics(torch.randn(shape), torch.full(shape, 4.0)) for shape in shapes]
     state = State(checkpoint.decoder, recipe, LENGTH, batch=2)
     return [kind(state, known) for kind in (Prefill, Decode, Compact)]
 
