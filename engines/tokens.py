@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 PADDING, TEXT, VISUAL = 0, 1, 2  # kinds of tokens
-FIRST = 4  # added to the kind of a text token that begins a sentence, where the KV state holds kinds
+# Added to a kind where the KV state holds it: a text token begins a sentence; a token aligns text and image.
+FIRST, ALIGNED = 4, 8
 
 # The marks of Latin, CJK, Arabic, Indic, Armenian, Ethiopic, Khmer and Burmese script that end a sentence.
 SENTENCE_ENDS = ".!?\u2026\u3002\uff0e\uff61\uff01\uff1f\u061f\u06d4\u0964\u0965\u0589\u1362\u17d4\u104a\u104b"

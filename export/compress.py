@@ -45,7 +45,7 @@ class Compress(nn.Module):
         if tokens.key.shape[2] == self.capacity:  # nothing to choose
             return tokens, torch.arange(self.capacity).expand(tokens.mass.shape)
         score = self.modality(self.importance(tokens, self.depth), tokens, self.capacity)
-        score = self.protect(score, tokens, self.depth)
+        score = self.protect(score, tokens, self.depth, self.capacity)
         key, value, positions, bias, index = torch.ops.unicache.topk_gather(
             score, tokens.key, tokens.value, tokens.positions, tokens.bias, self.capacity
         )

@@ -12,7 +12,7 @@ from engines import bundle
 from engines.errors import UserError
 from engines.ort import OrtSession
 from export.graphs import NEW, Graph
-from export.stages.tokens import FIRST, PADDING, TEXT, VISUAL
+from export.stages.tokens import ALIGNED, FIRST, PADDING, TEXT, VISUAL
 
 SEEDS = 3  # one token alone can miss a weight that feeds a gate it leaves shut
 TOLERANCE = 2e-3  # float32 sums in another order, a few layers deep, relative to the largest value
@@ -25,7 +25,8 @@ def random_inputs(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
     for spec in graph.inputs.values():
         name = spec.name.split(".")[0]
         if name.endswith("kinds"):
-            value = rng.choice([TEXT, VISUAL] if name == "kinds" else [TEXT, VISUAL, TEXT + FIRST], spec.shape)
+            marked = [TEXT + FIRST, VISUAL + ALIGNED] if name != "kinds" else []
+            value = rng.choice([TEXT, VISUAL, *marked], spec.shape)
             value[..., : spec.shape[-1] // 8 if name == "kinds" else 0] = PADDING
         elif name == "segments":
             value = np.cumsum(rng.random(spec.shape) < 0.2, axis=-1) + 1

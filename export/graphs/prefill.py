@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from export.graphs.graph import Decoding
 from export.graphs.state import State
 from export.stages.importance.importance import Observation
 from export.stages.shorten.shorten import Rows, take
-from export.stages.tokens import PADDING, TEXT, Tokens, first_marks
+from export.stages.tokens import ALIGNED, PADDING, TEXT, Tokens, first_marks
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Prefill(Decoding):
         self, embeddings: Tensor, positions: Tensor, kinds: Tensor, segments: Tensor | None = None
     ) -> dict[str, Tensor]:
         state, real = self.state, kinds != PADDING
-        importance, shorten = state.recipe.importance, state.recipe.shorten
+        importance, protect, shorten = state.recipe.importance, state.recipe.protect, state.recipe.shorten
         marks = torch.zeros_like(kinds) if segments is None else first_marks(kinds, segments)
         prompt = Prompt(torch.where(real, positions, -1), kinds, torch.where(real, 0.0, -torch.inf), marks)
         received = torch.zeros(kinds.shape)  # in the layer before the prompt is shortened
@@ -86,6 +86,7 @@ class Prefill(Decoding):
             nonlocal received
             key, length = self.centred(key, layer), key.shape[2]
 
+            @cache
             def seen_by(queries: int) -> Observation:
                 last = slice(length - queries, length)
                 seen = prompt.visible[:, last] & (prompt.kinds != PADDING)[:, last, None]
@@ -99,7 +100,9 @@ class Prefill(Decoding):
                 received = seen_by(min(shorten.queries, length)).attention.mean(dim=(1, 2)).sum(dim=1)
             observers = importance.observers(length)
             mass = importance.observe(seen_by(observers)) if observers else torch.zeros(key.shape[:3])
-            cached[layer] = prompt.tokens(key, value, mass, self.center_of(layer))
+            tokens = cached[layer] = prompt.tokens(key, value, mass, self.center_of(layer))
+            if protect.aligns:
+                tokens.marks = tokens.marks + ALIGNED * protect.aligned(seen_by(length)).int()
             return full_attention(query, key, value, prompt.mask, scale)
 
         def fewer(hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engines.tokens import ALIGNED as ALIGNED
 from engines.tokens import FIRST as FIRST
 from engines.tokens import PADDING as PADDING
 from engines.tokens import TEXT as TEXT
 from engines.tokens import VISUAL as VISUAL
-
-MARKS = (FIRST,)  # what may be added to a kind in the KV state, powers of two
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Tokens:
         bias: 0 a token, log(n) n merged, -inf empty, [batch, kv_heads, tokens], float32.
         mass: attention received, as the importance stage counts it, [batch, kv_heads, tokens], float32.
         center: what was subtracted from the keys, [kv_heads, 1, head_dim]; None if nothing was.
-        marks: a sum of `MARKS`, [batch, kv_heads, tokens], int32; 0 if not given.
+        marks: FIRST, ALIGNED, both or neither (0, if not given), [batch, kv_heads, tokens], int32.
     """
 
     key: Tensor
@@ -53,7 +52,12 @@ class Tokens:
     @property
     def first(self) -> Tensor:
         """Which text tokens begin a sentence, bool [batch, kv_heads, tokens]."""
-        return self.marks == FIRST
+        return (self.marks == FIRST) | (self.marks == FIRST + ALIGNED)
+
+    @property
+    def aligned(self) -> Tensor:
+        """Which tokens align text and image, bool [batch, kv_heads, tokens]."""
+        return self.marks >= ALIGNED
 
     @property
     def plain_key(self) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.tokens import FIRST, PADDING, TEXT, VISUAL, marked, segments, sentence_ends
+from engines.tokens import ALIGNED, FIRST, PADDING, TEXT, VISUAL, marked, segments, sentence_ends
 from export.stages.tokens import first_marks, unpacked
 
 ENDS = [7, 8]
@@ -62,7 +62,12 @@ def test_segments_and_marks_by_definition(items: list[int], size: int) -> None:
     assert in_graph[0].tolist() == [0, 0, 0, *(FIRST * begins for begins in first)]
 
 
-@given(st.lists(st.tuples(st.sampled_from([PADDING, TEXT, VISUAL]), st.sampled_from([0, FIRST])), min_size=1))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([PADDING, TEXT, VISUAL]), st.sampled_from([0, FIRST, ALIGNED, FIRST + ALIGNED])),
+        min_size=1,
+    )
+)
 def test_kinds_and_marks_are_told_apart(pairs: list[tuple[int, int]]) -> None:
     kinds, marks = unpacked(torch.tensor([kind + mark for kind, mark in pairs], dtype=torch.int32))
     assert list(zip(kinds.tolist(), marks.tolist(), strict=True)) == pairs

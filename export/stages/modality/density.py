@@ -1,4 +1,4 @@
-"""Slots for text and visual tokens in proportion to the information that each holds."""
+"""Text and visual tokens compressed at different rates, by the information that each holds."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ from export.stages.modality.modality import Modality
 from export.stages.ranking import rank
 from export.stages.tokens import VISUAL, Tokens
 
-SMALL = 1e-6  # keeps quotas above 0 where a modality has no token or only equal ones
+SMALL = 1e-6  # keeps densities and quotas above 0
 
 
 @dataclass(eq=False)
 class Density(Modality):
-    """A modality's quota is proportional to its tokens times their density, 1 - mean cosine of two different keys.
+    """A modality's compression rate, the share of its tokens that is dropped, is in proportion to the other's density.
+
+    A density is 1 - mean cosine of two different keys: what says the same again is dropped first. Of visual and text
+    densities d_v and d_t the rates are R_v ∝ d_t and R_t ∝ d_v, scaled so that together they drop what the capacity has
+    no room for. No rate goes above its cap: what is over passes to the other modality. Where the capacity leaves room
+    for less than both caps would keep, both rates rise from their caps, by the same share of what is left to keep.
 
     Within a modality the score decides: the token of rank r (from 0) gets the priority -(r + 1/2) / quota, so that the
     top-k takes as many of each modality as its quota says, rounded, whatever the scores' scales.
 
     Attributes:
-        visual_cap, text_cap: largest share of the slots for a modality; what is over passes to the other.
-        many: where more than this share of the tokens is visual, they hold most of what is redundant, ...
-        many_keep: ... and at most this share of them is kept, as long as there are text tokens to fill the slots.
+        visual_cap, text_cap: highest compression rates.
+        many: where more than this share of the tokens is visual, the visual rate ...
+        many_rate: ... ends here, and text gives way, until text is at its own cap. Only the budget can hold the rate of
+            all tokens here; to save more there, merge heads.
     """
 
     needs_kinds: ClassVar[bool] = True
@@ -34,38 +40,40 @@ class Density(Modality):
     visual_cap: float = 0.8
     text_cap: float = 0.4
     many: float = 0.7
-    many_keep: float = 0.5
+    many_rate: float = 0.5
     method: Literal["density"] = "density"
 
     def __post_init__(self) -> None:
-        for name in ("visual_cap", "text_cap", "many", "many_keep"):
+        for name in ("visual_cap", "text_cap", "many", "many_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        if self.visual_cap + self.text_cap < 1:
-            raise ValueError("visual_cap + text_cap must be at least 1, or slots stay empty")
 
     def forward(self, score: Tensor, tokens: Tokens, capacity: int) -> Tensor:
         visual = tokens.real & (tokens.kinds == VISUAL)
         text = tokens.real & ~visual
-        for_visual = self.quota(tokens, visual, text, capacity)
-        quota = torch.where(visual, for_visual, capacity - for_visual).clamp(min=SMALL)
-        of_visual, of_text = rank(score, visual, text)
-        return -(torch.where(visual, of_visual, of_text) + 0.5) / quota
+        of_visual, of_text = self.quotas(tokens, visual, text, capacity)
+        visual_rank, text_rank = rank(score, visual, text)
+        places = torch.where(visual, visual_rank, text_rank) + 0.5
+        return -places / torch.where(visual, of_visual, of_text).clamp(min=SMALL)
 
-    def quota(self, tokens: Tokens, visual: Tensor, text: Tensor, capacity: int) -> Tensor:
-        """Slots for visual tokens, [batch, kv_heads, 1], float32; text has the rest.
+    def quotas(self, tokens: Tokens, visual: Tensor, text: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """How many visual and text tokens to keep, [batch, kv_heads, 1], float32.
 
         Args:
             visual, text: which tokens are, bool [batch, kv_heads, tokens].
         """
         unit = normalize(tokens.plain_key, dim=-1)
-        visuals, texts = (chosen.sum(-1, keepdim=True).float() for chosen in (visual, text))
-        of_visual, of_text = (_density(unit, chosen) * count for chosen, count in ((visual, visuals), (text, texts)))
-        quota = capacity * of_visual / (of_visual + of_text).clamp(min=SMALL)
-        quota = quota.clamp(capacity * (1 - self.text_cap), capacity * self.visual_cap)
-        most = torch.where(visuals > self.many * (visuals + texts), self.many_keep * visuals, visuals)
-        # A quota is no use to a modality that has fewer tokens; with that, what no other rule could fill is filled.
-        return torch.minimum(quota, most).maximum(capacity - texts).minimum(visuals)
+        v, t = (chosen.sum(-1, keepdim=True).float() for chosen in (visual, text))
+        drop = (v + t - capacity).clamp(min=0)
+        share_v, share_t = v * _density(unit, text), t * _density(unit, visual)
+        wanted = drop * share_v / (share_v + share_t).clamp(min=SMALL)
+
+        most_v, most_t = self.visual_cap * v, self.text_cap * t
+        over, left = (drop - most_v - most_t).clamp(min=0), v + t - most_v - most_t
+        beyond = over * (v - most_v) / left.clamp(min=SMALL)
+        gentle = torch.where(v > self.many * (v + t), self.many_rate * v, v)
+        dropped = torch.minimum(wanted, gentle).maximum(drop - most_t).minimum(most_v + beyond)
+        return v - dropped, t - (drop - dropped)
 
 
 def _density(unit: Tensor, chosen: Tensor) -> Tensor:

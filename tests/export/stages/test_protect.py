@@ -58,15 +58,16 @@ def test_recent_holds_in_shallow_layers_only() -> None:
     assert select(tables, 4, tokens, depth=0.5).tolist() == [[[0, 1, 2, 3]]]
 
 
-@given(tokens=cached())
-def test_protect_is_finite(tokens: Tokens) -> None:
-    assert Protect()(tokens.mass, tokens, 0.0).isfinite().all()
+@given(tokens=cached(), capacity=st.integers(1, 32))
+def test_protect_is_finite(tokens: Tokens, capacity: int) -> None:
+    for protect in (Protect(), Protect(sentence_first=True), Protect(discount=0.0), Protect(discount=0.5)):
+        assert protect(tokens.mass, tokens, 0.0, capacity).isfinite().all()
 
 
 @given(tokens=cached(), separators=st.integers(1, 4))
 def test_separators_protects_what_stands_beside_the_other_modality(tokens: Tokens, separators: int) -> None:
     protect = Protect(sinks=0, recent=0, separators=separators)
-    got = protect(tokens.mass, tokens, 0.0) == PROTECTED
+    got = protect(tokens.mass, tokens, 0.0, 1) == PROTECTED
     for b, h, i in np.ndindex(*tokens.mass.shape):
         real, kinds = tokens.real[b, h].tolist(), tokens.kinds[b, h].tolist()
         around = range(max(0, i - separators), min(len(real), i + separators + 1))
@@ -144,14 +145,20 @@ def test_who_needs_kinds_and_segments() -> None:
     assert not tiny.recipe(protect={"separators": 1}).needs_segments
     assert tiny.recipe(protect={"sentence_first": True}).needs_kinds
     assert tiny.recipe(protect={"sentence_first": True}).needs_segments
+    assert tiny.recipe(protect={"discount": 0.5}).needs_kinds
+    assert not tiny.recipe(protect={"discount": 0.5}).needs_segments
 
 
 @pytest.mark.slow
 def test_the_exported_graphs_agree(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    check_exported(checkpoint, tmp_path, protect={"sinks": 1, "recent": 2, "separators": 2, "sentence_first": True})
+    protect = {"sinks": 1, "recent": 2, "separators": 2, "sentence_first": True, "discount": 0.5}
+    check_exported(checkpoint, tmp_path, protect=protect, modality={"method": "density"})
 
 
-@pytest.mark.parametrize("wrong", [{"sinks": -1}, {"recent": -1}, {"recent_depth": 1.5}, {"separators": -1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"sinks": -1}, {"recent": -1}, {"recent_depth": 1.5}, {"separators": -1}, {"discount": 2}, {"alignment": -1}],
+)
 def test_protect_refuses(wrong: dict) -> None:
     with pytest.raises(ValueError, match="must be"):
         Protect(**wrong)
