@@ -71,7 +71,7 @@ class Eager:
         """
         Args:
             length: the bucket; prompts are padded to it on the left.
-            statistics: of the keys, one a layer; an int8 store needs them.
+            statistics: one a layer, where `recipe.quantize.calibrated`.
         """
         self.state = State(decoder, recipe, length, batch)
         self.graphs = {
@@ -137,10 +137,11 @@ class Eager:
         slot, t = self.count, self.tensors
         t["key_window"][:, :, slot] = out["new_key"][:, :, 0]
         t["value_window"][:, :, slot] = out["new_value"][:, :, 0]
-        if self.state.compacts:
+        if self.state.counts_mass:
             t["window_mass"][..., slot] = out["new_mass"][..., 0]
         t["window_bias"][:, slot] = 0
-        t["window_positions"][:, slot] = position[:, 0]
+        if self.state.compacts:
+            t["window_positions"][:, slot] = position[:, 0]
         if "window_kinds" in t:
             t["window_kinds"][:, slot] = kinds
         self.count += 1

@@ -1,4 +1,4 @@
-"""Where each layer's keys lie: the mean key of every head and the range of every channel around it."""
+"""Where each layer's keys and values lie: the mean key of every head, and the range of every channel."""
 
 from __future__ import annotations
 
@@ -11,33 +11,48 @@ from calibration.samples import Sample, model_inputs
 from export.attention import LOWEST, attention_by, full_attention
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
+from export.stages.quantize.rotation import rotate
+
+
+class Range:
+    """Smallest and largest number of each channel of the rows seen so far, [kv_heads, head_dim]."""
+
+    def __init__(self) -> None:
+        self.low = torch.tensor(torch.inf)
+        self.high = -self.low
+
+    def see(self, rows: Tensor) -> None:
+        """Rows [kv_heads, tokens, head_dim]."""
+        self.low = torch.minimum(self.low, rows.amin(dim=1))
+        self.high = torch.maximum(self.high, rows.amax(dim=1))
+
+    def around(self, center: Tensor) -> Tensor:
+        """Largest distance from a centre [kv_heads, head_dim]."""
+        return torch.maximum(self.high - center, center - self.low)
 
 
 def key_statistics(
     checkpoint: Checkpoint, samples: Sequence[Sample], progress: Callable[[], None] = lambda: None
 ) -> list[KeyStatistics]:
-    """Run the samples through the model and measure its keys after RoPE.
+    """Run the samples through the model and measure its values and its keys after RoPE.
 
     Args:
         progress: called once a sample.
 
     Returns:
-        One a layer: the mean over all tokens of all samples, and the largest distance from it a channel takes.
+        One a layer: the mean over all tokens of all samples, and the largest distance from it, or from 0, of a channel.
     """
     layers = checkpoint.decoder.num_layers
     total: list[Tensor | float] = [0.0] * layers
-    lowest: list[Tensor | None] = [None] * layers
-    highest: list[Tensor | None] = [None] * layers
+    ranges = [[Range() for _ in range(4)] for _ in range(layers)]
     tokens = 0
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        rows = key[0]  # [kv_heads, tokens, head_dim]
-        total[layer] = total[layer] + rows.sum(dim=1)
-        low, high = rows.amin(dim=1), rows.amax(dim=1)
-        known_low, known_high = lowest[layer], highest[layer]
-        lowest[layer] = low if known_low is None else torch.minimum(known_low, low)
-        highest[layer] = high if known_high is None else torch.maximum(known_high, high)
-        order = torch.arange(rows.shape[1])
+        keys, values = key[0], value[0]  # [kv_heads, tokens, head_dim]
+        total[layer] = total[layer] + keys.sum(dim=1)
+        for known, rows in zip(ranges[layer], (keys, values, rotate(keys), rotate(values)), strict=True):
+            known.see(rows)
+        order = torch.arange(keys.shape[1])
         bias = torch.where(order[:, None] >= order, 0.0, LOWEST)[None]
         return full_attention(query, key, value, bias, scale)
 
@@ -49,9 +64,16 @@ def key_statistics(
             progress()
 
     statistics = []
-    for layer in range(layers):
-        low, high = lowest[layer], highest[layer]
-        assert low is not None and high is not None
+    for layer, (keys, values, rotated_keys, rotated_values) in enumerate(ranges):
         center = torch.as_tensor(total[layer]) / tokens
-        statistics.append(KeyStatistics(center, torch.maximum(high - center, center - low)))
+        zero = torch.zeros_like(center)
+        statistics.append(
+            KeyStatistics(
+                center,
+                absmax=keys.around(center),
+                value_absmax=values.around(zero),
+                rotated_absmax=rotated_keys.around(rotate(center)),
+                rotated_value_absmax=rotated_values.around(zero),
+            )
+        )
     return statistics

@@ -141,7 +141,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     console.print(_describe(checkpoint))
 
     statistics = None
-    if any(recipe.store == "int8" for recipe in levels.values()):
+    if any(recipe.quantize.calibrated for recipe in levels.values()):
         known = samples.read(args.samples or args.checkpoint / "samples")
         with _progress(console) as bar:
             task = bar.add_task(f"calibrating keys on {len(known)} samples", total=len(known))

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from export.attention import store_window_attention
 from export.onnx_functions import (
+    ATTENTION,
+    CODES,
     DOMAIN,
     DOMAIN_VERSION,
     TENSORRT_TOPK,
@@ -28,10 +30,11 @@ from export.onnx_functions import (
     AllLeft,
     Ascending,
     GatherRows,
-    QuantKVAttention,
+    Spread,
     TakeBest,
     TopKGather,
 )
+from export.packing import spread, unpack
 
 
 @torch.library.custom_op("unicache::quant_kv_attention", mutates_args=())
@@ -46,31 +49,42 @@ def quant_kv_attention(
     value_window: Tensor,
     window_bias: Tensor,
     scale: float,
+    key_bits: int,
+    value_bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of a few queries over a quantized store and a full-precision window.
 
     Args:
         query: after RoPE, [batch, heads, queries, head_dim].
-        key_store, value_store: int8, [batch, kv_heads, slots, head_dim]; a dequantized row is `row * scale`.
-        key_scale, value_scale: broadcast to the rows: per channel [1, kv_heads, 1, head_dim] or per token
-            [batch, kv_heads, slots, 1].
+        key_store, value_store: codes in int8 bytes, [batch, kv_heads, slots, bytes]: of 8 bits, head_dim bytes; of 4,
+            ceil(head_dim / 2), where byte + 128 = 16 h + l holds the codes l - 8 of channel j and h - 8 of channel
+            j + bytes (`packing.pack`). A dequantized number is code * scale.
+        key_scale, value_scale: one a block, [batch or 1, kv_heads, Cs, Ds]: slot c and channel d have
+            [c // ceil(slots / Cs), d // ceil(head_dim / Ds)]. Per channel [1, kv_heads, 1, head_dim], per token
+            [batch, kv_heads, slots, 1] and groups of either are cases of it.
         store_bias: added to every query's logits, [batch, kv_heads, slots]: 0 a token, -inf empty, log(n) n merged.
         key_window, value_window: [batch, kv_heads, window, head_dim], the new tokens' own rows included.
         window_bias: [batch, queries, window], -inf where a query must not look.
         scale: softmax scale.
+        key_bits, value_bits: of a code, 8 or 4.
 
     Returns:
         output [batch, heads, queries, head_dim], and the attention every slot received, summed over the queries and
         averaged over the query heads of its KV head: store_mass [batch, kv_heads, slots], window_mass
         [batch, kv_heads, window]. Where everything is masked the output is finite.
     """
-    key = key_store.to(query.dtype) * key_scale.to(query.dtype)
-    value = value_store.to(query.dtype) * value_scale.to(query.dtype)
+    key = _rows(key_store, key_scale, key_bits, query)
+    value = _rows(value_store, value_scale, value_bits, query)
     return store_window_attention(query, key, value, store_bias, key_window, value_window, window_bias, scale)
 
 
+def _rows(store: Tensor, scale: Tensor, bits: int, query: Tensor) -> Tensor:
+    codes = unpack(store, bits, query.shape[-1], query.dtype)
+    return codes * spread(scale.to(query.dtype), *codes.shape[2:])
+
+
 @quant_kv_attention.register_fake
-def _(query, key_store, key_scale, value_store, value_scale, store_bias, key_window, value_window, window_bias, scale):
+def _(query, key_store, key_scale, value_store, value_scale, store_bias, key_window, *_):
     batch, kv_heads, slots, _ = key_store.shape
     window = key_window.shape[2]
     return torch.empty_like(query), query.new_empty(batch, kv_heads, slots), query.new_empty(batch, kv_heads, window)
@@ -110,24 +124,27 @@ def _(score, key, value, positions, bias, k):
     )
 
 
-OPERATORS: dict[str, OnnxFunction] = {"quant_kv_attention": QuantKVAttention, "topk_gather": TopKGather}
-
+OPERATORS: dict[str, OnnxFunction] = {"quant_kv_attention": ATTENTION[8, 8], "topk_gather": TopKGather}
 
 ATTRIBUTE_TYPES = {"FLOAT": OpSchema.AttrType.FLOAT, "INT": OpSchema.AttrType.INT}
 
 
-def functions(k: int = 1) -> dict[str, list[ir.Function]]:
+def functions(k: int = 1, bits: tuple[int, int] = (8, 8)) -> dict[str, list[ir.Function]]:
     """ONNX function bodies by operator name, each with the functions that it calls.
 
     Args:
         k: the largest that a TopKGather of the model keeps; where TensorRT's TopK does not reach, it works in rounds.
+        bits: of keys and values in the model's QuantKVAttention: a body has no branches.
     """
-    bodies = {name: [function] for name, function in ((f.name, f.to_function_proto()) for f in OPERATORS.values())}
-    helpers: list[OnnxFunction] = [GatherRows]
+    helpers: tuple[OnnxFunction, ...] = (GatherRows,)
+    topk = TopKGather.to_function_proto()
     if k > TENSORRT_TOPK:
-        bodies[TopKGather.name] = [_topk_gather_in_rounds(math.ceil(k / TENSORRT_TOPK))]
-        helpers += [AllLeft, TakeBest, Ascending]
-    bodies[TopKGather.name] += [helper.to_function_proto() for helper in helpers]
+        topk, helpers = _topk_gather_in_rounds(math.ceil(k / TENSORRT_TOPK)), (GatherRows, AllLeft, TakeBest, Ascending)
+    attention = (ATTENTION[bits], Spread, *(CODES[each] for each in dict.fromkeys(bits)))
+    bodies = {
+        TopKGather.name: [topk, *(helper.to_function_proto() for helper in helpers)],
+        ATTENTION[bits].name: [function.to_function_proto() for function in attention],
+    }
     return {name: [*map(ir.serde.deserialize_function, protos)] for name, protos in bodies.items()}
 
 

@@ -57,7 +57,7 @@ def plan_levels(
         chooses = tokens < checkpoint.image_tokens or recipe.perception.adaptive
         vision = visions.setdefault(choice, own) if chooses else f"vision_{tokens}"
         add(vision, partial(Vision, checkpoint.encoder, recipe, *checkpoint.pixel_size))
-        known = statistics if recipe.store == "int8" else None
+        known = statistics if recipe.quantize.calibrated else None
         sized = []
         for length in buckets[name]:
             state = State(checkpoint.decoder, recipe, length)

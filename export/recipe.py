@@ -12,8 +12,7 @@ from engines.bundle import Adaptive
 from engines.config import parse
 from engines.errors import UserError
 from engines.gate import Fallback, Gate
-from export.stages import budget, importance, merge, modality, perception, shorten
-from export.stages.int8 import Int8
+from export.stages import budget, importance, merge, modality, perception, quantize, shorten
 from export.stages.protect import Protect
 from export.stages.stage import Stage
 
@@ -66,7 +65,7 @@ class Recipe:
         modality: how a layer's slots are shared out between text and visual tokens.
         protect: tokens never dropped.
         merge: what becomes of the tokens that are not kept.
-        store: dtype of the store's rows; "int8" quantizes by the `int8` table.
+        quantize: how the store holds keys and values.
         gate, fallback: which of perception's buckets a request may take, by memory and by the prompt; left out: any.
     """
 
@@ -79,8 +78,7 @@ class Recipe:
     modality: modality.Methods = field(default_factory=modality.Joint)
     protect: Protect = field(default_factory=Protect)
     merge: merge.Methods = field(default_factory=merge.Evict)
-    store: Literal["int8", "float16", "float32"] = "int8"
-    int8: Int8 = field(default_factory=Int8)
+    quantize: quantize.Methods = field(default_factory=quantize.Int8)
     window: Window = field(default_factory=Window)
     gate: Gate | None = None
     fallback: Fallback | None = None
@@ -100,6 +98,11 @@ class Recipe:
     def needs_segments(self) -> bool:
         """Whether a stage must know which image or sentence a token of the prompt belongs to."""
         return any(stage.needs_segments for stage in self._stages())
+
+    @property
+    def needs_mass(self) -> bool:
+        """Whether a stage reads the attention that tokens have received."""
+        return any(stage.needs_mass for stage in self._stages())
 
     def _stages(self) -> list[Stage]:
         values = (getattr(self, f.name) for f in dataclasses.fields(self))

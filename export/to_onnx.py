@@ -105,7 +105,8 @@ def export(graph: Graph, name: str, weights: WeightFile) -> bundle.Graph:
     _tidy(model)
     used = [node for node in model.graph if node.domain == DOMAIN]
     kept = [node.attributes["k"].as_int() for node in used if "k" in node.attributes]
-    bodies = functions(max(kept, default=1))
+    bits = {(a["key_bits"].as_int(), a["value_bits"].as_int()) for a in (n.attributes for n in used) if "key_bits" in a}
+    bodies = functions(max(kept, default=1), *bits)  # one pair of bits at most: a recipe's
     for operator in dict.fromkeys(node.op_type for node in used):
         for function in bodies[operator]:
             model.functions[function.identifier()] = function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -90,26 +91,44 @@ def _largest_difference(expected: dict[str, Tensor], actual: dict[str, np.ndarra
         expected, actual = _kept_by_both(expected, actual, file)
     for name, want in expected.items():
         wanted, got = want.numpy().astype(np.float64), actual[name].astype(np.float64)
-        same = np.ones(wanted.shape, bool)
-        kind, _, layer = name.partition(".")
-        places = f"{NEW if kind.startswith(NEW) else ''}store_positions.{layer}"
-        if name == places:
-            same = wanted == got
-        elif layer and places in expected:
-            kept = actual[places] == expected[places].numpy()
-            same = np.broadcast_to(kept[..., None] if wanted.ndim == 4 else kept, wanted.shape)
-        if same.mean() < 0.99:
-            raise UserError(f"{file}: {name} agrees with PyTorch in {same.mean():.1%} of the slots only")
+        kept = _kept(name, expected, actual)
+        if kept.mean() < 0.99:
+            raise UserError(f"{file}: {name} agrees with PyTorch in {kept.mean():.1%} of the slots only")
+        same = _of_shape(kept, wanted.shape)
         if np.isnan(wanted).any():
             raise UserError(f"{file}: PyTorch's output {name} is not a number: are the checkpoint's weights finite?")
         finite = np.isfinite(wanted)
         if (finite != np.isfinite(got))[same].any():
             raise UserError(f"{file}: output {name} is not finite where PyTorch's is")
-        # One step of int8 is a rounding tie, not an error.
-        slack = 1.0 if actual[name].dtype == np.int8 else 0.0
-        difference = np.abs(wanted[same & finite] - got[same & finite]) - slack
+        difference = np.abs(wanted[same & finite] - got[same & finite])
+        if actual[name].dtype == np.int8:
+            # One step is a rounding tie, not an error; of codes that share a byte it may change the byte by more.
+            difference = np.sort(np.maximum(difference - 1, 0))[: ceil(0.99 * len(difference))]
         scale = max(np.abs(wanted[finite]).max(initial=0), 1e-3)
         worst = max(worst, difference.max(initial=0) / scale)
         if worst > TOLERANCE:
             raise UserError(f"{file}: output {name} differs from PyTorch by {worst:.1e}, allowed {TOLERANCE}")
     return worst
+
+
+def _kept(name: str, expected: dict[str, Tensor], actual: dict[str, np.ndarray]) -> np.ndarray:
+    """Which slots of an output's store hold the same token, by position or by key, bool [batch, kv_heads, slots]."""
+    kind, _, layer = name.partition(".")
+    prefix = NEW if kind.startswith(NEW) else ""
+    places, keys = f"{prefix}store_positions.{layer}", f"{prefix}key_store.{layer}"
+    if places in expected:
+        return actual[places] == expected[places].numpy()
+    if keys not in expected:
+        return np.ones(1, bool)
+    want = expected[keys].double().numpy()
+    near = 1.0 if actual[keys].dtype == np.int8 else TOLERANCE * np.abs(want).max()
+    return (np.abs(actual[keys] - want) <= near).mean(axis=-1) > 0.5
+
+
+def _of_shape(kept: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The same of an output's numbers, bool of its shape; where one is of several slots, of those heads that agree."""
+    if kept.size == 1:
+        return np.ones(shape, bool)
+    if shape[2] != kept.shape[2]:
+        kept = np.all(kept, axis=2, keepdims=True)
+    return np.broadcast_to(kept if len(shape) == 3 else kept[..., None], shape)

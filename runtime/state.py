@@ -55,7 +55,8 @@ class State:
         if "new_mass" in outputs:
             arrays["window_mass"][..., slot] = outputs["new_mass"][..., 0]
         arrays["window_bias"][:, slot] = 0
-        arrays["window_positions"][:, slot] = position
+        if "window_positions" in arrays:
+            arrays["window_positions"][:, slot] = position
         if "window_kinds" in arrays:
             arrays["window_kinds"][:, slot] = kind
         self.count += 1

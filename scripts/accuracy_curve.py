@@ -97,7 +97,7 @@ def recipe_of(method: str, slots: int, length: int) -> Recipe:
         "importance": {} if method == NOTHING else {"method": method},
         "budget": {"method": "uniform", "keep": slots / length},
         "protect": {"sinks": SINKS.get(method, 0), "recent": 0},
-        "store": "float32",
+        "quantize": {"method": "float32"},
         "window": {"least": size, "most": size, "recent": 0.0, "compact": False, "dtype": "float32"},
     }
     return parse(Recipe, settings, method)

@@ -33,11 +33,12 @@ class Compact(Stateful):
     def compute(self, **state: Tensor) -> dict[str, Tensor]:
         window, kept = self.state.window, self.state.recent
         old, decoder = window - kept, self.state.decoder
+        window_mass = state.get("window_mass", torch.zeros(state["key_window"].shape[:3]))
         result: dict[str, Tensor] = {}
         for layer in range(decoder.num_layers):
             heads, shared = decoder.heads(layer), (-1, decoder.kv_heads[layer], -1)
             store, compress = self.state_of(state, layer), self.layer(layer)
-            key, value = compress.restore(store)
+            key, value = compress.quantize.restore(store, decoder.head_dim)
             kinds, marks = _kinds(store, "store")
             new_kinds, new_marks = (x[:, None, :old].expand(shared) for x in _kinds(state, "window"))
             center = self.center_of(layer)
@@ -47,7 +48,7 @@ class Compact(Stateful):
                 positions=store["store_positions"],
                 kinds=kinds,
                 bias=store["store_bias"].float(),
-                mass=store["store_mass"],
+                mass=store.get("store_mass", torch.zeros(store["store_bias"].shape)),
                 center=center,
                 marks=marks,
             )
@@ -57,14 +58,14 @@ class Compact(Stateful):
                 positions=state["window_positions"][:, None, :old].expand(shared),
                 kinds=new_kinds,
                 bias=state["window_bias"][:, None, :old].expand(shared),
-                mass=state["window_mass"][:, heads, :old],
+                mass=window_mass[:, heads, :old],
                 center=center,
                 marks=new_marks,
             )
-            result |= {f"{name}.{layer}": t for name, t in compress(slots + rows).items()}
+            result |= {f"{name}.{layer}": t for name, t in compress(compress.quantize.rearrange(slots) + rows).items()}
         for name in ("key_window", "value_window"):
             result[name] = pad(state[name][:, :, old:], (0, 0, 0, old))
-        result["window_mass"] = pad(state["window_mass"][..., old:], (0, old))
+        result["window_mass"] = pad(window_mass[..., old:], (0, old))
         result["window_bias"] = pad(state["window_bias"][:, old:], (0, old), value=-torch.inf)
         result["window_positions"] = pad(state["window_positions"][:, old:], (0, old), value=-1)
         if "window_kinds" in state:

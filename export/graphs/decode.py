@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from engines.bundle import TensorSpec
-from export.attention import store_window_attention
 from export.compress import KeyStatistics
 from export.graphs.graph import NEW, Decoding
 from export.graphs.state import State
@@ -45,17 +44,9 @@ class Decode(Decoding):
             store, heads = self.state_of(state, layer), self.state.decoder.heads(layer)
             key_window = torch.cat([state["key_window"][:, heads].float(), key], dim=2)
             value_window = torch.cat([state["value_window"][:, heads].float(), value], dim=2)
-            keys, values, bias = store["key_store"], store["value_store"], store["store_bias"]
-            if self.state.recipe.store == "int8":
-                key_scale = self.layer(layer).key_scale[None, :, None]
-                output, on_store, on_window = torch.ops.unicache.quant_kv_attention(
-                    query, keys, key_scale, values, store["value_scale"],
-                    bias, key_window, value_window, window_bias, scale,
-                )  # fmt: skip
-            else:
-                output, on_store, on_window = store_window_attention(
-                    query, keys.float(), values.float(), bias, key_window, value_window, window_bias, scale
-                )
+            output, on_store, on_window = self.layer(layer).quantize.attend(
+                query, store, key_window, value_window, window_bias, scale
+            )
             new[layer] = (key, value, on_store, on_window)
             return output
 
@@ -64,7 +55,7 @@ class Decode(Decoding):
         dtype = getattr(torch, self.state.recipe.window.dtype)
         result["new_key"] = torch.cat([key for key, *_ in rows], dim=1).to(dtype)
         result["new_value"] = torch.cat([value for _, value, *_ in rows], dim=1).to(dtype)
-        if self.state.compacts:
+        if self.state.counts_mass:
             update = self.state.recipe.importance.update
             on_old, on_new = [], []
             for layer, (_, _, on_store, on_window) in enumerate(rows):

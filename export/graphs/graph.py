@@ -46,7 +46,7 @@ class Stateful(Graph):
             Compress(state.recipe, slots, layer / layers, statistics[layer] if statistics else None)
             for layer, slots in enumerate(state.capacities)
         )
-        centers = [known.center for known in statistics or []]
+        centers = [known.center for known in statistics or []] if state.recipe.quantize.center else []
         self.register_buffer("center", torch.cat(centers)[:, None] if centers else None)
 
     def center_of(self, layer: int) -> Tensor | None:

@@ -84,7 +84,8 @@ class State:
             return budget.capacities(budget.keep * self.length, layers, self.lengths)
         fp16_token = 2 * sum(self.decoder.kv_heads) * self.decoder.head_dim * 2 * self.batch
         window = sum(spec.nbytes for spec in self._specs([0] * layers).values())
-        slot = sum(spec.nbytes for spec in self._specs([1] * layers).values()) - window  # one in every layer
+        full = sum(spec.nbytes for spec in self._specs([self.length] * layers).values())
+        slot = (full - window) / self.length  # one in every layer
         slots = (budget.kv_bytes * self.length * fp16_token - window) / slot
         if slots < budget.least:
             raise UserError(
@@ -105,6 +106,11 @@ class State:
     def compacts(self) -> bool:
         return self.recipe.window.compact
 
+    @property
+    def counts_mass(self) -> bool:
+        """Whether decode counts the attention that tokens receive."""
+        return self.compacts and self.recipe.needs_mass
+
     def specs(self) -> dict[str, TensorSpec]:
         """name -> spec, store first."""
         return self._specs(self.capacities)
@@ -115,9 +121,7 @@ class State:
         for layer, slots in enumerate(capacities):
             heads = [self.batch, d.kv_heads[layer]]
             store = {
-                "key_store": (self.recipe.store, [*heads, slots, d.head_dim]),
-                "value_store": (self.recipe.store, [*heads, slots, d.head_dim]),
-                "value_scale": ("float16", [*heads, slots, 1]),
+                **self.recipe.quantize.specs(heads, slots, d.head_dim),
                 "store_bias": ("float16", [*heads, slots]),
                 "store_positions": ("int32", [*heads, slots]),
                 "store_mass": ("float32", [*heads, slots]),
@@ -137,8 +141,9 @@ class State:
         return {name: TensorSpec(name, dtype, shape) for name, (dtype, shape) in specs.items()}
 
     def _used(self, name: str) -> bool:
-        if name == "value_scale":
-            return self.recipe.store == "int8"
+        """What only compaction reads is not there without it."""
         if name.endswith("_kinds"):
             return self.compacts and self.recipe.needs_kinds
-        return not name.endswith("_mass") or self.compacts
+        if name.endswith("_mass"):
+            return self.counts_mass
+        return not name.endswith("_positions") or self.compacts

@@ -16,10 +16,12 @@ class Stage(nn.Module):
     Attributes:
         needs_kinds: whether it must tell text from visual tokens also in compaction.
         needs_segments: whether it must know which image or sentence a token of the prompt belongs to.
+        needs_mass: whether it reads the attention that tokens have received.
     """
 
     needs_kinds: ClassVar[bool] = False
     needs_segments: ClassVar[bool] = False
+    needs_mass: ClassVar[bool] = False
 
     def __new__(cls, *_args, **_kwargs):
         self = super().__new__(cls)

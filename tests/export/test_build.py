@@ -198,11 +198,12 @@ def test_no_tokenizer(refused: Callable[..., str], copy: Path) -> None:
         ("[perception]\nmethod = 'coverage'\nalpha = 1e300", "alpha must be from 0.001 to 1000"),
         ("[importance]\nmethod = 'best'", "no method 'best': choose from snapkv, vl-cache"),
         ("[window]\nleast = 9\nmost = 8", "least <= most"),
-        ("store = 'int3'", "store"),
+        ("store = 'int8'", "unknown key 'store'"),
+        ("[quantize]\nmethod = 'int3'", "no method 'int3': choose from int8"),
         ("[budget]\nkeep = nan", "budget.keep: expected a finite number, got nan"),
         ("[budget]\nkv_bytes = inf", "expected a finite number, got inf"),
         ("[window]\nshare = -inf", "expected a finite number"),
-        ("[int8]\nmargin = 1e30", "margin must be from 1 to 100"),
+        ("[quantize]\nmargin = 1e30", "margin must be from 1 to 100"),
         ("store = [", "cannot be read"),
         ("\x00", "cannot be read"),
     ],
@@ -262,7 +263,7 @@ def test_more_text_than_a_shortened_prompt_has_room_for(
     refused: Callable[..., str], tiny_path: Path, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "short.toml"
-    recipe.write_text('store = "float32"\n[shorten]\nmethod = "fastv"\nkeep = 0.3\n')
+    recipe.write_text('[quantize]\nmethod = "float32"\n[shorten]\nmethod = "fastv"\nkeep = 0.3\n')
     line = refused(tiny_path, "--recipe", recipe, "--images", "1")
     assert "recipe short: a prompt of 1 image and --text-tokens 24 has 32 text tokens" in line
     assert "shortened to 14 it has room for 12: shorten it less" in line

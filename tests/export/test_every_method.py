@@ -42,6 +42,12 @@ NEEDED: dict[str, dict[str, Any]] = {
 MORE: dict[str, list[dict[str, Any]]] = {
     "merge": [{"method": "three-way", "keys": "mean"}],
     "protect": [{"separators": 2}, {"sentence_first": True}],
+    "quantize": [
+        {"method": "int8", "rotate": True, "center": False},
+        {"method": "int4", "group": 7, "rotate": True},
+        {"method": "kivi", "bits": 3, "group": 8},
+        {"method": "kivi", "bits": 4, "rotate": True, "scales": "float32"},
+    ],
 }
 
 
@@ -75,7 +81,7 @@ def graphs(checkpoint: Checkpoint, slot: str, table: dict[str, Any]) -> list[Gra
         return [Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size)]
     torch.manual_seed(0)
     shapes = [(heads, checkpoint.decoder.head_dim) for heads in checkpoint.decoder.kv_heads]
-    known = [KeyStatistics(torch.randn(shape), torch.full(shape, 4.0)) for shape in shapes]
+    known = [KeyStatistics(torch.randn(shape), *[torch.full(shape, 4.0)] * 4) for shape in shapes]
     state = State(checkpoint.decoder, recipe, LENGTH, batch=2)
     return [kind(state, known) for kind in (Prefill, Decode, Compact)]
 

@@ -118,19 +118,28 @@ def test_demo_tokens_are_hugging_faces(demo: Checkpoint, demo_reference: Any, ta
 
 
 @pytest.mark.parametrize(
-    ("store", "window", "tolerance"), [("float16", "float16", 0.02), ("int8", "float32", 0.2), ("int8", "float16", 0.2)]
+    ("quantize", "window", "tolerance"),
+    [
+        ({"method": "float16"}, "float16", 0.02),
+        ({"method": "int8"}, "float32", 0.2),
+        ({"method": "int8", "center": False}, "float32", 0.2),
+        ({"method": "int8", "rotate": True}, "float16", 0.2),
+        ({"method": "int4"}, "float16", 1.0),
+        ({"method": "kivi", "bits": 4}, "float16", 1.0),
+    ],
+    ids=str,
 )
 def test_a_narrower_store_is_close(
     checkpoint: Checkpoint,
     prompt: Prompt,
     generated: tuple[Tensor, Tensor],
     statistics: list[KeyStatistics],
-    store: str,
+    quantize: dict,
     window: str,
     tolerance: float,
 ) -> None:
-    recipe = tiny.recipe(store=store, budget=ROOMY, window={"dtype": window})
-    driver = Driver(checkpoint.decoder, recipe, LENGTH, statistics=statistics if store == "int8" else None)
+    recipe = tiny.recipe(quantize=quantize, budget=ROOMY, window={"dtype": window})
+    driver = Driver(checkpoint.decoder, recipe, LENGTH, statistics=statistics)
     tokens, want = generated
     _, logits = greedy(driver, checkpoint, [prompt], STEPS, forced=tokens[None])
     assert driver.compactions == 10
@@ -200,8 +209,10 @@ def test_centring_changes_nothing(checkpoint: Checkpoint, prompt: Prompt, tables
         KeyStatistics(3 * torch.randn(shape, generator=generator), torch.ones(shape)) for _ in range(decoder.num_layers)
     ]
     plain, centred = (
-        greedy(Driver(decoder, tiny.recipe(**tables), LENGTH, statistics=known), checkpoint, [prompt], 40)
-        for known in (None, random)
+        greedy(
+            Driver(decoder, tiny.recipe(**tables, quantize=stage), LENGTH, statistics=random), checkpoint, [prompt], 40
+        )
+        for stage in ({"center": False}, {"center": True})
     )
     assert centred[0].tolist() == plain[0].tolist()
     torch.testing.assert_close(centred[1], plain[1], atol=1e-3, rtol=0)
@@ -290,7 +301,7 @@ def test_a_bucket_shorter_than_the_observation_window(checkpoint: Checkpoint) ->
 def test_the_state_is_no_larger_than_the_share_of_bytes(checkpoint: Checkpoint) -> None:
     for share in (0.3, 0.5):
         recipe = tiny.recipe(
-            store="int8", budget={"kv_bytes": share}, window={"least": 4, "most": 4, "dtype": "float16"}
+            quantize={"method": "int8"}, budget={"kv_bytes": share}, window={"least": 4, "most": 4, "dtype": "float16"}
         )
         statistics = [KeyStatistics(torch.zeros(2, 16), torch.ones(2, 16))] * 3
         state = Driver(checkpoint.decoder, recipe, 128, statistics=statistics).state

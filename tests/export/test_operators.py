@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,8 +19,8 @@ from torch import nn
 from engines import trt
 from engines.bundle import TensorSpec
 from export.graphs import Graph
-from export.onnx_functions import TENSORRT_TOPK
-from export.operators import DOMAIN, DOMAIN_VERSION, QuantKVAttention, TopKGather, functions
+from export.onnx_functions import ATTENTION, TENSORRT_TOPK
+from export.operators import DOMAIN, DOMAIN_VERSION, TopKGather, functions
 from export.to_onnx import OPSET, WeightFile, export
 
 settings.register_profile("operators", max_examples=25, deadline=None)
@@ -41,6 +42,7 @@ ATTENTION_INPUTS = [
 
 def run_body(function, inputs: list[np.ndarray], outputs: int, **attributes) -> list[np.ndarray]:
     """A model that calls the operator once, with its function bodies, in plain ONNX Runtime."""
+    bits = attributes.get("key_bits", 8), attributes.get("value_bits", 8)
     names = [f"x{i}" for i in range(len(inputs))]
     results = [f"y{i}" for i in range(outputs)]
     node = helper.make_node(function.name, names, results, domain=DOMAIN, **attributes)
@@ -49,7 +51,7 @@ def run_body(function, inputs: list[np.ndarray], outputs: int, **attributes) -> 
         for name, x in zip(names, inputs, strict=True)
     ]
     graph = helper.make_graph([node], "once", values, [helper.make_empty_tensor_value_info(name) for name in results])
-    bodies = [ir.serde.serialize_function(body) for body in functions(attributes.get("k", 1))[function.name]]
+    bodies = [ir.serde.serialize_function(body) for body in functions(attributes.get("k", 1), bits)[function.name]]
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
     model = helper.make_model(graph, functions=bodies, opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
@@ -58,11 +60,31 @@ def run_body(function, inputs: list[np.ndarray], outputs: int, **attributes) -> 
     return session.run(None, dict(zip(names, inputs, strict=True)))
 
 
-def attention_in_loops(x: dict[str, np.ndarray], scale: float) -> list[np.ndarray]:
+def run_attention(x: dict[str, np.ndarray], scale: float, bits: tuple[int, int] = (8, 8)) -> list[np.ndarray]:
+    return run_body(ATTENTION[bits], list(x.values()), 3, scale=scale, key_bits=bits[0], value_bits=bits[1])
+
+
+def rows_in_loops(store: np.ndarray, scale: np.ndarray, bits: int, head_dim: int) -> np.ndarray:
+    """One number at a time: its code, times the scale of its block."""
+    batch, kv_heads, slots, size = store.shape
+    scale = np.broadcast_to(scale, (batch, *scale.shape[1:])).astype(np.float64)
+    tokens, channels = math.ceil(slots / scale.shape[2]), math.ceil(head_dim / scale.shape[3])
+    rows = np.zeros((batch, kv_heads, slots, head_dim))
+    for b, h, c, d in np.ndindex(rows.shape):
+        if bits == 8:
+            code = int(store[b, h, c, d])
+        else:
+            byte = int(store[b, h, c, d % size]) + 128
+            code = (byte // 16 if d >= size else byte % 16) - 8
+        rows[b, h, c, d] = code * scale[b, h, c // tokens, d // channels]
+    return rows
+
+
+def attention_in_loops(x: dict[str, np.ndarray], scale: float, bits: tuple[int, int] = (8, 8)) -> list[np.ndarray]:
     """One query head and one query at a time, in double precision; -inf is a weight of exactly zero."""
     query = x["query"].astype(np.float64)
-    key_store = x["key_store"].astype(np.float64) * x["key_scale"].astype(np.float64)
-    value_store = x["value_store"].astype(np.float64) * x["value_scale"].astype(np.float64)
+    key_store = rows_in_loops(x["key_store"], x["key_scale"], bits[0], query.shape[-1])
+    value_store = rows_in_loops(x["value_store"], x["value_scale"], bits[1], query.shape[-1])
     batch, heads, queries, _ = query.shape
     kv_heads, slots = key_store.shape[1:3]
     group = heads // kv_heads
@@ -93,22 +115,35 @@ def attention_inputs(
     window: int,
     head_dim: int,
     filled: float,
-    per_token: bool,
+    per_token: bool = False,
+    bits: tuple[int, int] = (8, 8),
+    key_blocks: tuple[int, int] | None = None,
+    value_blocks: tuple[int, int] | None = None,
 ) -> dict[str, np.ndarray]:
+    """`blocks`: at most so many tokens and channels share a scale; by default keys have one a channel or a token."""
+
     def rows(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
-    scale = (batch, kv_heads, slots, 1) if per_token else (1, kv_heads, 1, head_dim)
+    def scales(blocks: tuple[int, int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+        return default if blocks is None else (batch, kv_heads, -(-slots // blocks[0]), -(-head_dim // blocks[1]))
+
+    def codes(width: int) -> np.ndarray:
+        size = head_dim if width == 8 else (head_dim + 1) // 2
+        return rng.integers(-128 + (width == 8), 128, (batch, kv_heads, slots, size)).astype(np.int8)
+
+    token = (batch, kv_heads, slots, 1)
+    scale = scales(key_blocks, token if per_token else (1, kv_heads, 1, head_dim))
     bias = np.log(rng.integers(1, 5, (batch, kv_heads, slots)))
     bias = np.where(rng.random(bias.shape) < filled, bias, -np.inf)
     window_bias = np.where(rng.random((batch, queries, window)) < 0.7, 0, -np.inf)
     window_bias[..., -1] = 0  # a token always sees itself
     return {
         "query": rows(batch, kv_heads * group, queries, head_dim),
-        "key_store": rng.integers(-127, 128, (batch, kv_heads, slots, head_dim)).astype(np.int8),
+        "key_store": codes(bits[0]),
         "key_scale": (rng.random(scale) * 0.02 + 0.001).astype(np.float32),
-        "value_store": rng.integers(-127, 128, (batch, kv_heads, slots, head_dim)).astype(np.int8),
-        "value_scale": (rng.random((batch, kv_heads, slots, 1)) * 0.02 + 0.001).astype(np.float16),
+        "value_store": codes(bits[1]),
+        "value_scale": (rng.random(scales(value_blocks, token)) * 0.02 + 0.001).astype(np.float16),
         "store_bias": bias.astype(np.float16),
         "key_window": rows(batch, kv_heads, window, head_dim),
         "value_window": rows(batch, kv_heads, window, head_dim),
@@ -116,12 +151,12 @@ def attention_inputs(
     }
 
 
-def check_attention(x: dict[str, np.ndarray]) -> None:
+def check_attention(x: dict[str, np.ndarray], bits: tuple[int, int] = (8, 8)) -> None:
     scale = x["query"].shape[-1] ** -0.5
     assert list(x) == ATTENTION_INPUTS
-    want = attention_in_loops(x, scale)
-    eager = torch.ops.unicache.quant_kv_attention(*(torch.from_numpy(v) for v in x.values()), scale)
-    body = run_body(QuantKVAttention, list(x.values()), 3, scale=scale)
+    want = attention_in_loops(x, scale, bits)
+    eager = torch.ops.unicache.quant_kv_attention(*(torch.from_numpy(v) for v in x.values()), scale, *bits)
+    body = run_attention(x, scale, bits)
     for name, w, e, o in zip(("output", "store_mass", "window_mass"), want, eager, body, strict=True):
         assert o.shape == tuple(e.shape) == w.shape
         np.testing.assert_allclose(e.numpy(), w, atol=2e-5, rtol=1e-4, err_msg=f"PyTorch, {name}")
@@ -144,14 +179,37 @@ def test_attention_thrice(seed: int, **shape) -> None:
     check_attention(attention_inputs(np.random.default_rng(seed), **shape))
 
 
-SHAPE = {"batch": 1, "kv_heads": 2, "group": 2, "queries": 1, "slots": 7, "window": 3, "head_dim": 64}
+@given(
+    seed=seeds,
+    bits=st.tuples(st.sampled_from([8, 4]), st.sampled_from([8, 4])),
+    key_blocks=st.tuples(st.integers(1, 19), st.integers(1, 40)),
+    value_blocks=st.tuples(st.integers(1, 19), st.integers(1, 40)),
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 2),
+    queries=st.integers(1, 2),
+    slots=st.integers(1, 19),
+    window=st.integers(1, 3),
+    head_dim=st.sampled_from([5, 32, 80]),
+    filled=st.sampled_from([0.5, 1.0]),
+)
+def test_attention_by_blocks_thrice(
+    seed: int, bits: tuple[int, int], key_blocks: tuple[int, int], value_blocks: tuple[int, int], **shape
+) -> None:
+    x = attention_inputs(
+        np.random.default_rng(seed), **shape, bits=bits, key_blocks=key_blocks, value_blocks=value_blocks
+    )
+    check_attention(x, bits)
+
+
+SHAPE: dict[str, Any] = {"batch": 1, "kv_heads": 2, "group": 2, "queries": 1, "slots": 7, "window": 3, "head_dim": 64}
 
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_attention_over_an_empty_store_is_attention_over_the_window(per_token: bool) -> None:
     x = attention_inputs(np.random.default_rng(0), **SHAPE, filled=0.0, per_token=per_token)
     check_attention(x)
-    _, store_mass, window_mass = run_body(QuantKVAttention, list(x.values()), 3, scale=0.125)
+    _, store_mass, window_mass = run_attention(x, 0.125)
     assert not store_mass.any()
     np.testing.assert_allclose(window_mass.sum(-1), 1, atol=1e-6)
 
@@ -159,8 +217,8 @@ def test_attention_over_an_empty_store_is_attention_over_the_window(per_token: b
 def test_attention_where_all_is_masked_is_finite() -> None:
     x = attention_inputs(np.random.default_rng(0), **SHAPE, filled=0.0, per_token=False)
     x["window_bias"][:] = -np.inf
-    eager = torch.ops.unicache.quant_kv_attention(*(torch.from_numpy(v) for v in x.values()), 0.125)
-    for e, o in zip(eager, run_body(QuantKVAttention, list(x.values()), 3, scale=0.125), strict=True):
+    eager = torch.ops.unicache.quant_kv_attention(*(torch.from_numpy(v) for v in x.values()), 0.125, 8, 8)
+    for e, o in zip(eager, run_attention(x, 0.125), strict=True):
         assert e.isfinite().all()
         np.testing.assert_allclose(o, e, atol=1e-4)
 
@@ -173,8 +231,8 @@ def test_a_slot_of_three_merged_tokens_counts_three_times() -> None:
     thrice = dict(x)
     for name in ("key_store", "key_scale", "value_store", "value_scale", "store_bias"):
         thrice[name] = np.concatenate([x[name], np.repeat(x[name][:, :, 2:3], 2, axis=2)], axis=2)
-    one, _, _ = run_body(QuantKVAttention, list(merged.values()), 3, scale=0.125)
-    three, _, _ = run_body(QuantKVAttention, list(thrice.values()), 3, scale=0.125)
+    one, _, _ = run_attention(merged, 0.125)
+    three, _, _ = run_attention(thrice, 0.125)
     np.testing.assert_allclose(one, three, atol=1e-3)  # log(3) in float16
 
 
@@ -244,7 +302,7 @@ def test_fake_implementations_give_the_eager_shapes(per_token: bool) -> None:
     x = attention_inputs(np.random.default_rng(0), **SHAPE, filled=1.0, per_token=per_token)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(
-        torch.ops.unicache.quant_kv_attention, (*map(torch.from_numpy, x.values()), 0.125), test_utils=tests
+        torch.ops.unicache.quant_kv_attention, (*map(torch.from_numpy, x.values()), 0.125, 8, 8), test_utils=tests
     )
     rows = torch.randn(2, 3, 9, 64)
     slots = torch.zeros(2, 3, 9)

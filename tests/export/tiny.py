@@ -94,7 +94,7 @@ def recipe(**tables: Any) -> Recipe:
     """A recipe as a TOML file would give it: full precision, no eviction, unless told otherwise."""
     defaults: dict[str, Any] = {
         "name": "test",
-        "store": "float32",
+        "quantize": {"method": "float32"},
         "budget": {"keep": 1.0, "shallow_rate": 0.0, "deep_rate": 0.0},
         "window": {"least": 8, "most": 8, "recent": 0.25, "dtype": "float32"},
     }

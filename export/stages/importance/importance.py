@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -75,6 +76,8 @@ class Importance(Stage):
     The counting ("mass") begins in prefill with `observe`, goes on with `update` at every decoded token, and travels
     with the token; `forward` turns it into a score when the store is filled or compacted.
     """
+
+    needs_mass: ClassVar[bool] = True
 
     def observers(self, length: int) -> int:
         """How many of the last queries of a prompt of `length` tokens `observe` wants to see; 0: none, mass stays 0."""

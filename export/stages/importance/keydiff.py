@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ class KeyDiff(Importance):
 
     It looks at no query, hence needs no question. The keys are those of the model: centred ones have no mean direction.
     """
+
+    needs_mass: ClassVar[bool] = False
 
     method: Literal["keydiff"] = "keydiff"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from export.stages.tokens import Tokens
 @dataclass(eq=False)
 class KNorm(Importance):
     """Score of a cached token = minus the norm of its key, as the model made it: short keys tend to be looked at."""
+
+    needs_mass: ClassVar[bool] = False
 
     method: Literal["knorm"] = "knorm"
 

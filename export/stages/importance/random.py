@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ class Random(Importance):
     Attributes:
         seed: of the draw.
     """
+
+    needs_mass: ClassVar[bool] = False
 
     seed: int = 0
     method: Literal["random"] = "random"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from export.stages.tokens import Tokens
 @dataclass(eq=False)
 class StreamingLLM(Importance):
     """Score of a cached token = its original position; the attention sinks are for `protect` to keep."""
+
+    needs_mass: ClassVar[bool] = False
 
     method: Literal["streaming-llm"] = "streaming-llm"
 

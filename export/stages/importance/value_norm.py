@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from export.stages.tokens import Tokens
 @dataclass(eq=False)
 class ValueNorm(Importance):
     """Score of a cached token = the norm of its value, what any attention to it would fetch."""
+
+    needs_mass: ClassVar[bool] = False
 
     method: Literal["value-norm"] = "value-norm"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class ThreeWay(Merge):
         weigh: in the merged value, tokens weigh the attention that they received, or their number: with equal keys
             attention's output then stays as it was, to the rounding.
     """
+
+    needs_mass: ClassVar[bool] = True
 
     merge_above: float = 0.8
     evict_above: float = 0.5

@@ -20,11 +20,13 @@ from export.verify import TOLERANCE, largest_error
 LENGTH = 48
 
 
-def check_exported(checkpoint: Checkpoint, folder: Path, store: str = "int8", **tables: Any) -> None:
+def check_exported(checkpoint: Checkpoint, folder: Path, quantize: str = "int8", **tables: Any) -> None:
     """Prefill and Compact agree in ONNX Runtime with PyTorch, and TensorRT-RTX, where it is installed, takes them."""
     window = {"least": 8, "most": 8, "recent": 0.25}
     recipe = parse(
-        Recipe, {"name": "test", "store": store, "budget": {"keep": 0.4}, "window": window, **tables}, "test"
+        Recipe,
+        {"name": "test", "quantize": {"method": quantize}, "budget": {"keep": 0.4}, "window": window, **tables},
+        "test",
     )
     decoder = checkpoint.decoder
     shape = (decoder.kv_heads[0], decoder.head_dim)

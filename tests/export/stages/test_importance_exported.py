@@ -38,7 +38,7 @@ def statistics(checkpoint: Checkpoint) -> list[KeyStatistics]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=name_of)
 def test_the_exported_graphs_agree(checkpoint: Checkpoint, tmp_path: Path, method: type[Importance]) -> None:
-    recipe = tiny.recipe(**TABLES, store="int8", importance={"method": name_of(method)})
+    recipe = tiny.recipe(**TABLES, quantize={"method": "int8"}, importance={"method": name_of(method)})
     state = State(checkpoint.decoder, recipe, 40, batch=2)
     for kind in (Prefill, Decode, Compact):
         graph = kind(state, statistics(checkpoint)).eval()

@@ -305,7 +305,7 @@ SMALL: dict[str, Any] = {"budget": {"keep": 0.3}, "protect": {"sinks": 2, "recen
 
 def test_no_token_is_lost_over_compactions(checkpoint: Checkpoint, prompts: list[Prompt]) -> None:
     everything = {"method": "three-way", "merge_above": -1.0, "evict_above": -1.0}
-    driver = Driver(checkpoint.decoder, tiny.recipe(**SMALL, merge=everything, store="float16"), 64)
+    driver = Driver(checkpoint.decoder, tiny.recipe(**SMALL, merge=everything, quantize={"method": "float16"}), 64)
     greedy(driver, checkpoint, prompts[:1], 40)
     assert driver.compactions >= 4
     for layer in range(checkpoint.decoder.num_layers):

@@ -148,7 +148,7 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Pa
     def make(out: Path) -> None:
         recipe = out.with_name("coverage.toml")
         recipe.write_text(
-            'store = "float32"\n[perception]\nmethod = "coverage"\nkeep = 0.4\nquestion_tokens = 8\n'
+            '[quantize]\nmethod = "float32"\n[perception]\nmethod = "coverage"\nkeep = 0.4\nquestion_tokens = 8\n'
             "[window]\nleast = 8\nmost = 8\n"
         )
         build(tiny_path, "--out", out, "--recipe", recipe, "--images", 2, "--jobs", 1)

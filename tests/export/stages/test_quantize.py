@@ -1,0 +1,262 @@
+"""Every method of quantization: its round trip against numpy loops, its error, its bytes, and what compaction does."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from export.attention import store_window_attention
+from export.compress import KeyStatistics
+from export.packing import pack, packed_size, unpack
+from export.stages import quantize
+from export.stages.quantize.blockwise import Blockwise
+from export.stages.quantize.quantize import Quantize
+from export.stages.quantize.rotation import rotate
+from export.stages.tokens import Tokens
+from tests.export import tiny
+from tests.export.stages import quantized
+from tests.export.stages.strategies import seeds, tensor, tokens_of
+
+METHODS = typing.get_args(quantize.Methods)
+# A method and its knobs -> bits, tokens and channels of a block, offset: of keys, then of values.
+Rows = tuple[int, int | None, int | None, bool]
+BLOCKS: list[tuple[dict[str, Any], Rows, Rows]] = [
+    ({"method": "int8"}, (8, None, 1, False), (8, 1, None, False)),
+    ({"method": "int8", "scales": "float32", "center": False}, (8, None, 1, False), (8, 1, None, False)),
+    ({"method": "int4"}, (4, 32, 1, False), (4, 1, 32, False)),
+    ({"method": "int4", "group": 7, "rotate": True}, (4, 7, 1, False), (4, 1, 7, False)),
+    ({"method": "kivi"}, (2, 32, 1, True), (2, 1, 32, True)),
+    ({"method": "kivi", "bits": 3, "rotate": True, "group": 16}, (3, 16, 1, True), (3, 1, 16, True)),
+    ({"method": "kivi", "bits": 4, "scales": "float32"}, (4, 32, 1, True), (4, 1, 32, True)),
+]
+blocks = pytest.mark.parametrize(
+    ("knobs", "keys", "values"), BLOCKS, ids=lambda x: str(x) if isinstance(x, dict) else ""
+)
+
+
+def stage_of(knobs: dict[str, Any], statistics: KeyStatistics | None = None) -> Quantize:
+    return tiny.recipe(quantize=knobs).quantize.of_layer(statistics)
+
+
+def statistics_of(key: torch.Tensor, value: torch.Tensor) -> KeyStatistics:
+    """Of these rows: keys come centred, so that their mean is 0."""
+
+    def absmax(rows: torch.Tensor) -> torch.Tensor:
+        return rows.abs().amax(dim=(0, 2))
+
+    zero = torch.zeros(key.shape[1], key.shape[3])
+    return KeyStatistics(zero, absmax(key), absmax(value), absmax(rotate(key)), absmax(rotate(value)))
+
+
+@st.composite
+def stored(draw: st.DrawFn) -> Tokens:
+    """Tokens as a store gets them: any size, holes whose rows are garbage, equal rows, zeros, outlier channels."""
+    rng = np.random.default_rng(draw(seeds))
+    shape = (draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 70)))
+    head_dim = draw(st.sampled_from([5, 33, 64, 80, 96, 128]))
+    kind = draw(st.sampled_from(["random", "equal", "zero", "outliers"]))
+    rows = [rng.standard_normal((*shape, head_dim)) * draw(st.sampled_from([1e-2, 1.0, 100.0])) for _ in range(2)]
+    if kind == "equal":
+        rows = [np.broadcast_to(x[:, :, :1], x.shape) for x in rows]
+    elif kind == "zero":
+        rows = [np.zeros_like(x) for x in rows]
+    elif kind == "outliers":
+        rows = [x * np.where(np.arange(head_dim) % 7 == 3, 30, 1) for x in rows]
+    real = rng.random(shape) < draw(st.sampled_from([0.0, 0.6, 1.0]))
+    key, value = (np.where(real[..., None], x, 1e4).astype(np.float32) for x in rows)
+    tokens = tokens_of(tensor(key), tensor(value))
+    tokens.bias = tensor(np.where(real, 0, -np.inf).astype(np.float32))
+    return tokens
+
+
+def check(
+    stage: Quantize, name: str, row: Rows, tokens: Tokens, store: dict[str, torch.Tensor], got: torch.Tensor
+) -> None:
+    """What a store holds is what the formula gives, and what is read from it is within half a step of what came."""
+    bits, block_tokens, channels, offset = row
+    rotated = isinstance(stage, Blockwise) and stage.rotate
+    matrix = quantized.hadamard(got.shape[-1]) if rotated else np.eye(got.shape[-1])
+    for b, h in np.ndindex(*got.shape[:2]):
+        given_rows = getattr(tokens, name)[b, h].double().numpy() @ matrix
+        real = tokens.real[b, h].numpy()
+        packed = store[f"{name}_store"][b, h].numpy()
+        static = getattr(stage, f"{name}_scale", None)
+        scale = (store[f"{name}_scale"][b, h] if static is None else static[0, h]).float().numpy()
+        low = store[f"{name}_low"][b, h].float().numpy() if offset else None
+        rows = quantized.restored(packed, scale, low, bits, block_tokens, channels, got.shape[-1])
+        size = max(float(np.abs(rows).max()), 1e-6)
+        np.testing.assert_allclose(got[b, h].double().numpy(), rows @ matrix, atol=1e-5 * size, rtol=1e-4)
+        if block_tokens is None:  # static: of all heads' tokens, with the margin
+            step = np.broadcast_to(
+                np.repeat(scale, -(-got.shape[-1] // scale.shape[1]), 1)[:, : got.shape[-1]], rows.shape
+            )
+        else:
+            step = quantized.steps(given_rows, real, bits, block_tokens, channels, offset)
+        # A scale is rounded to float16 (2^-11), or is the smallest one; a block's smallest number is rounded too.
+        slack = np.abs(given_rows).max(where=real[:, None], initial=0) * 2**-10
+        assert (np.abs(rows - given_rows) <= step * 0.501 + slack + 1e-6)[real].all()
+        assert np.isfinite(rows).all()
+
+
+@blocks
+@settings(max_examples=12)
+@given(tokens=stored())
+def test_a_round_trip_is_the_formula(knobs: dict, keys: Rows, values: Rows, tokens: Tokens) -> None:
+    clean = torch.where(tokens.real[..., None], tokens.key, 0.0), torch.where(tokens.real[..., None], tokens.value, 0.0)
+    stage = stage_of(knobs, statistics_of(*clean))
+    store = stage.quantize(tokens)
+    key, value = stage.restore(store, tokens.key.shape[-1])
+    check(stage, "key", keys, tokens, store, key)
+    check(stage, "value", values, tokens, store, value)
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"method": "float16"}, {"method": "float32"}, *(knobs for knobs, *_ in BLOCKS)], ids=str
+)
+@settings(max_examples=12)
+@given(tokens=stored())
+def test_the_store_is_what_the_state_says(knobs: dict, tokens: Tokens) -> None:
+    """Names, dtypes and shapes: a byte not stated would not be counted."""
+    stage = stage_of(knobs, statistics_of(tokens.key, tokens.value))
+    specs = stage.specs([*tokens.key.shape[:2]], tokens.key.shape[2], tokens.key.shape[3])
+    store = stage.quantize(tokens)
+    assert {name: (str(x.dtype), list(x.shape)) for name, x in store.items()} == {
+        name: (f"torch.{dtype}", shape) for name, (dtype, shape) in specs.items()
+    }
+
+
+@blocks
+@settings(max_examples=12)
+@given(tokens=stored(), seed=seeds)
+def test_attention_reads_what_restore_gives(knobs: dict, keys: Rows, values: Rows, tokens: Tokens, seed: int) -> None:
+    stage = stage_of(knobs, statistics_of(tokens.key, tokens.value))
+    generator = torch.Generator().manual_seed(seed % 2**31)
+    batch, heads, _, head_dim = tokens.key.shape
+    query = torch.randn(batch, 2 * heads, 1, head_dim, generator=generator)
+    window = [torch.randn(batch, heads, 3, head_dim, generator=generator) for _ in range(2)]
+    store = stage.quantize(tokens) | {"store_bias": tokens.bias}
+    rest = (*window, torch.zeros(batch, 1, 3), head_dim**-0.5)
+    got = stage.attend(query, store, *rest)
+    rows = stage.restore(store, head_dim)
+    want = store_window_attention(query, *rows, tokens.bias, *rest)
+    size = max(1.0, *(float(x.abs().max()) for x in rows))
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, atol=1e-4 * size, rtol=1e-3)
+
+
+@blocks
+@settings(max_examples=12)
+@given(tokens=stored())
+def test_a_batch_of_two_is_two_single_runs(knobs: dict, keys: Rows, values: Rows, tokens: Tokens) -> None:
+    stage = stage_of(knobs, statistics_of(tokens.key, tokens.value))
+    both = stage.quantize(tokens)
+    for b in range(len(tokens.key)):
+        rows = {name: x[b : b + 1] for name, x in tokens._rows().items()}
+        for name, x in stage.quantize(Tokens(**rows)).items():
+            assert torch.equal(x[0], both[name][b]), name
+
+
+@given(seed=seeds, size=st.sampled_from([1e-2, 1.0, 100.0]), tokens=st.integers(1, 70), rounds=st.integers(1, 5))
+@settings(max_examples=12)
+@pytest.mark.parametrize("knobs", [knobs for knobs, *_ in BLOCKS if not knobs.get("rotate")], ids=str)
+def test_what_was_restored_is_stored_alike(knobs: dict, seed: int, size: float, tokens: int, rounds: int) -> None:
+    """In the same blocks, quantizing again changes nothing that one can see, however often."""
+    rng = np.random.default_rng(seed)
+    key, value = (tensor((rng.standard_normal((1, 2, tokens, 64)) * size).astype(np.float32)) for _ in range(2))
+    stage = stage_of(knobs, statistics_of(key, value))
+    first = again = stage.quantize(tokens_of(key, value))
+    for _ in range(rounds):
+        again = stage.quantize(tokens_of(*stage.restore(again, 64)))
+    if knobs["method"] == "int8":
+        assert all(torch.equal(first[name], again[name]) for name in first)
+    for was, now in zip(stage.restore(first, 64), stage.restore(again, 64), strict=True):
+        torch.testing.assert_close(now, was, atol=2e-3 * size, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"method": "int4"}, {"method": "kivi", "bits": 4}, {"method": "kivi", "bits": 2}], ids=str
+)
+def test_keys_drift_by_half_a_step_a_compaction_at_most(knobs: dict) -> None:
+    """A store that slides by some tokens at every compaction: the keys' groups change, and they are rounded anew."""
+    rng = np.random.default_rng(0)
+    rows = tensor(rng.standard_normal((1, 1, 400, 32)).astype(np.float32))
+    slots, stage = 100, stage_of(knobs)
+    key, value = rows[:, :, :slots], rows[:, :, :slots]
+    offset = knobs["method"] == "kivi"
+    allowed = np.zeros((slots, 32))
+    for first in range(0, 300, 6):  # 50 compactions: a token goes through 16 of them
+        store = stage.quantize(tokens_of(key, value))
+        step = quantized.steps(key[0, 0].numpy(), np.ones(slots, bool), knobs.get("bits", 4), 32, 1, offset)
+        allowed = allowed + 0.51 * step + 0.01
+        got_key, got_value = stage.restore(store, 32)
+        error = np.abs(got_key[0, 0].numpy() - rows[0, 0, first : first + slots].numpy())
+        assert (error <= allowed).all()
+        once = stage.restore(stage.quantize(tokens_of(*[rows[:, :, first : first + slots]] * 2)), 32)[1]
+        torch.testing.assert_close(got_value, once, atol=5e-3, rtol=0)  # values keep their scales: no drift
+        key, value = (
+            torch.cat([x[:, :, 6:], rows[:, :, first + slots : first + slots + 6]], dim=2) for x in (got_key, got_value)
+        )
+        allowed = np.concatenate([allowed[6:], np.zeros((6, 32))])
+
+
+@given(seed=seeds, bits=st.sampled_from([8, 4, 3, 2]), channels=st.integers(1, 130))
+def test_packing(seed: int, bits: int, channels: int) -> None:
+    codes = np.random.default_rng(seed).integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (3, channels))
+    packed = pack(tensor(codes.astype(np.float32)), bits)
+    assert packed.dtype == torch.int8
+    assert packed.shape == (3, packed_size(channels, bits))
+    if channels % 8 == 0:
+        assert packed_size(channels, bits) == channels * bits // 8
+    for row, want in zip(packed.numpy(), codes, strict=True):
+        np.testing.assert_array_equal(quantized.codes_of(row, bits, channels) - 2 ** (bits - 1), want)
+    np.testing.assert_array_equal(unpack(packed, bits, channels), codes)
+    np.testing.assert_array_equal(unpack(packed, bits, channels, torch.float16), codes)
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 80, 96, 256])
+def test_rotation_is_orthonormal(size: int) -> None:
+    eye = rotate(torch.eye(size))
+    np.testing.assert_allclose(eye, quantized.hadamard(size), atol=1e-6)
+    np.testing.assert_allclose(rotate(eye), np.eye(size), atol=1e-5)
+    outlier = torch.zeros(size)
+    outlier[0] = 1
+    assert float(rotate(outlier).abs().max()) == pytest.approx((size & -size) ** -0.5)
+
+
+def test_a_key_beyond_the_calibrated_range_is_clipped() -> None:
+    stage = stage_of({"method": "int8", "margin": 1.0}, KeyStatistics(torch.zeros(1, 64), torch.ones(1, 64)))
+    key = torch.full((1, 1, 1, 64), -5.0)
+    store = stage.quantize(tokens_of(key, key))
+    assert (store["key_store"] == -127).all()
+    assert float(stage.restore(store, 64)[1].mean()) == pytest.approx(-5, rel=1e-3)
+
+
+def test_a_range_around_zero_holds_the_one_around_the_centre() -> None:
+    known = KeyStatistics(torch.tensor([[3.0, -3.0]]), torch.tensor([[1.0, 1.0]]))
+    scale = {
+        center: stage_of({"method": "int8", "center": center, "margin": 1.0}, known).get_buffer("key_scale")
+        for center in (False, True)
+    }
+    np.testing.assert_allclose(scale[True] * 127, [[[[1, 1]]]])
+    np.testing.assert_allclose(scale[False] * 127, [[[[4, 4]]]])
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [({"margin": 0.9}, "margin"), ({"method": "int4", "group": 1}, "group"), ({"method": "kivi", "bits": 5}, "bits")],
+)
+def test_knobs_out_of_range(knobs: dict, message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        tiny.recipe(quantize={"method": "int8", **knobs})
+
+
+def test_a_static_scale_needs_calibration() -> None:
+    with pytest.raises(ValueError, match="needs the calibrated absmax"):
+        stage_of({"method": "int8"})
+    assert not tiny.recipe(quantize={"method": "int4", "center": False}).quantize.calibrated
