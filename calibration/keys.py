@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from calibration.samples import Sample, model_inputs
-from export.attention import LOWEST, attention_by, full_attention
+from calibration.observe import observe
+from calibration.samples import Sample
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
 from export.stages.quantize.rotation import rotate
@@ -34,7 +34,7 @@ class Range:
 def key_statistics(
     checkpoint: Checkpoint, samples: Sequence[Sample], progress: Callable[[], None] = lambda: None
 ) -> list[KeyStatistics]:
-    """Run the samples through the model and measure its values and its keys after RoPE.
+    """Run the samples through the decoder and measure its values and its keys after RoPE.
 
     Args:
         progress: called once a sample.
@@ -45,24 +45,13 @@ def key_statistics(
     layers = checkpoint.decoder.num_layers
     total: list[Tensor | float] = [0.0] * layers
     ranges = [[Range() for _ in range(4)] for _ in range(layers)]
-    tokens = 0
 
-    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        keys, values = key[0], value[0]  # [kv_heads, tokens, head_dim]
+    def see(layer: int, keys: Tensor, values: Tensor) -> None:
         total[layer] = total[layer] + keys.sum(dim=1)
         for known, rows in zip(ranges[layer], (keys, values, rotate(keys), rotate(values)), strict=True):
             known.see(rows)
-        order = torch.arange(keys.shape[1])
-        bias = torch.where(order[:, None] >= order, 0.0, LOWEST)[None]
-        return full_attention(query, key, value, bias, scale)
 
-    with torch.no_grad(), attention_by(attention):
-        for sample in samples:
-            inputs = model_inputs(checkpoint.processor, sample)
-            tokens += inputs["input_ids"].shape[1]
-            checkpoint.model(**inputs, use_cache=False)
-            progress()
-
+    tokens = observe(checkpoint, samples, see, progress)
     statistics = []
     for layer, (keys, values, rotated_keys, rotated_values) in enumerate(ranges):
         center = torch.as_tensor(total[layer]) / tokens

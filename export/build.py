@@ -11,6 +11,7 @@ import argparse
 import importlib.metadata
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from engines import bundle  # noqa: E402
 from engines.errors import Parser, UserError, command, positive  # noqa: E402
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
     from rich.progress import Progress
 
@@ -117,7 +120,8 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     print("loading PyTorch and transformers ...", flush=True)
     from rich.console import Console
 
-    from calibration import keys, samples
+    from calibration import samples
+    from calibration.prepare import prepare
     from export import checkpoint as checkpoints
     from export import recipe as recipes
     from export.pipeline import SMALL, Exported, export_graphs, plan_levels
@@ -140,20 +144,25 @@ def build(args: argparse.Namespace, folder: Path) -> None:
         _check_sizes(recipe, checkpoint, buckets[name])
     console.print(_describe(checkpoint))
 
-    statistics = None
-    if any(recipe.quantize.calibrated for recipe in levels.values()):
-        known = samples.read(args.samples or args.checkpoint / "samples")
-        with _progress(console) as bar:
-            task = bar.add_task(f"calibrating keys on {len(known)} samples", total=len(known))
-            statistics = keys.key_statistics(checkpoint, known, lambda: bar.advance(task))
+    needed = any(recipe.needs_samples for recipe in levels.values())
+    known = samples.read(args.samples or args.checkpoint / "samples") if needed else []
+    with _progress(console) as bar:
 
-    described, makers = plan_levels(checkpoint, levels, buckets, statistics)
+        def task(what: str) -> Callable[[], None]:
+            return partial(bar.advance, bar.add_task(f"{what} on {len(known)} samples", total=len(known)))
+
+        prepared = prepare(checkpoint, levels, known, task)
+    for name, found in prepared.items():
+        if found.note:
+            console.print(f"level {name}: {found.note}")
+
+    described, makers = plan_levels(checkpoint, levels, buckets, prepared)
     jobs = args.jobs or (min(os.cpu_count() or 1, 4) if parameters(checkpoint) < SMALL else 1)
     with WeightFile(folder) as weights, _progress(console) as bar:
-        task = bar.add_task("exporting and checking graphs", total=len(makers))
+        exports = bar.add_task("exporting and checking graphs", total=len(makers))
 
         def done(exported: Exported) -> None:
-            bar.advance(task)
+            bar.advance(exports)
             if args.verbose:
                 size = (folder / exported.graph.file).stat().st_size
                 console.print(f"  {exported.name}: {size / 1024:.0f} KiB, equal to PyTorch to {exported.error:.0e}")
@@ -246,7 +255,7 @@ def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
     return bundle.Model(
         model_type=checkpoint.model_type,
         num_heads=text.num_attention_heads,
-        kv_heads=checkpoint.decoder.kv_heads,
+        kv_heads=checkpoint.decoder.model_kv_heads,
         head_dim=checkpoint.decoder.head_dim,
         hidden_size=checkpoint.decoder.hidden_size,
         vocab_size=text.vocab_size,

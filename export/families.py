@@ -44,10 +44,12 @@ class _ImageFeatures(nn.Module):
 
 def _decoder(model: Any) -> Decoder:
     text = model.config.get_text_config()
+    kv_heads = [text.num_key_value_heads] * text.num_hidden_layers
     return Decoder(
         language_model=model.model.language_model,
         head=model.lm_head,
-        kv_heads=[text.num_key_value_heads] * text.num_hidden_layers,
+        kv_heads=kv_heads,
+        model_kv_heads=kv_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         hidden_size=text.hidden_size,
     )

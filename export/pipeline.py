@@ -15,7 +15,7 @@ from engines import bundle
 from engines.errors import UserError
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
-from export.graphs import Compact, Decode, Graph, Prefill, State, Vision
+from export.graphs import Compact, Decode, Decoder, Graph, Prefill, State, Vision
 from export.recipe import Recipe
 from export.to_onnx import WeightFile, export
 from export.verify import largest_error
@@ -32,6 +32,20 @@ class Exported:
     error: float
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a recipe makes of the checkpoint's decoder.
+
+    Attributes:
+        statistics: of its keys, one a layer, if the recipe needs any.
+        note: what was found that a person should know.
+    """
+
+    decoder: Decoder
+    statistics: list[KeyStatistics] | None = None
+    note: str = ""
+
+
 Makers = dict[str, Callable[[], Graph]]  # a graph's name -> its module, made when it is exported
 
 
@@ -39,7 +53,7 @@ def plan_levels(
     checkpoint: Checkpoint,
     recipes: dict[str, Recipe],
     buckets: dict[str, list[int]],
-    statistics: list[KeyStatistics] | None,
+    prepared: dict[str, Prepared],
 ) -> tuple[dict[str, bundle.Level], Makers]:
     """Every level's description, and the graphs that they name."""
     makers: Makers = {}
@@ -57,10 +71,10 @@ def plan_levels(
         chooses = tokens < checkpoint.image_tokens or recipe.perception.adaptive
         vision = visions.setdefault(choice, own) if chooses else f"vision_{tokens}"
         add(vision, partial(Vision, checkpoint.encoder, recipe, *checkpoint.pixel_size))
-        known = statistics if recipe.quantize.calibrated else None
+        decoder, known = prepared[name].decoder, prepared[name].statistics
         sized = []
         for length in buckets[name]:
-            state = State(checkpoint.decoder, recipe, length)
+            state = State(decoder, recipe, length)
             sized.append(
                 bundle.Bucket(
                     length=length,
@@ -74,7 +88,7 @@ def plan_levels(
                 )
             )
         adaptive = recipe.adaptive(checkpoint.image_tokens)
-        levels[name] = bundle.Level(recipe.settings(), checkpoint.decoder.kv_heads, tokens, vision, sized, adaptive)
+        levels[name] = bundle.Level(recipe.settings(), decoder.kv_heads, tokens, vision, sized, adaptive)
     return levels, makers
 
 

@@ -13,6 +13,7 @@ from engines.config import parse
 from engines.errors import UserError
 from engines.gate import Fallback, Gate
 from export.stages import budget, importance, merge, modality, perception, quantize, shorten
+from export.stages.heads import Heads
 from export.stages.protect import Protect
 from export.stages.stage import Stage
 
@@ -59,6 +60,7 @@ class Recipe:
     Attributes:
         description: one line for `runtime info`.
         perception: visual tokens that enter the language model.
+        heads: KV heads that become one.
         shorten: visual tokens that leave it between two of its layers.
         importance: score of a cached token.
         budget: slots per layer.
@@ -72,6 +74,7 @@ class Recipe:
     name: str
     description: str = ""
     perception: perception.Methods = field(default_factory=perception.Diversity)
+    heads: Heads = field(default_factory=Heads)
     shorten: shorten.Methods = field(default_factory=shorten.Whole)
     importance: importance.Methods = field(default_factory=importance.SnapKV)
     budget: budget.Methods = field(default_factory=budget.Cosine)
@@ -107,6 +110,11 @@ class Recipe:
     def _stages(self) -> list[Stage]:
         values = (getattr(self, f.name) for f in dataclasses.fields(self))
         return [stage for stage in values if isinstance(stage, Stage)]
+
+    @property
+    def needs_samples(self) -> bool:
+        """Whether something is measured on sample prompts before it is built."""
+        return self.quantize.calibrated or self.heads.merge
 
     def adaptive(self, image_tokens: int) -> Adaptive | None:
         """What the manifest says of perception if the runtime decides how many tokens an image keeps."""

@@ -108,7 +108,9 @@ def _info(arguments: argparse.Namespace) -> None:
     )
     for name, level in manifest.levels.items():
         print(f"\nlevel {name}{' (default)' if name == manifest.default_level else ''}: ", end="")
-        print(f"{'at most ' if level.adaptive else ''}{level.visual_tokens} visual tokens an image kept")
+        kept = f"{'at most ' if level.adaptive else ''}{level.visual_tokens} visual tokens an image kept"
+        merged = f", {sum(level.kv_heads)} of {sum(model.kv_heads)} KV heads"
+        print(kept + (merged if level.kv_heads != model.kv_heads else ""))
         for bucket in level.buckets:
             compacts = "compacts" if bucket.compact else "never compacts"
             print(

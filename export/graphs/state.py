@@ -17,11 +17,13 @@ class Decoder:
 
     Attributes:
         kv_heads: KV heads of each layer, H_l.
+        model_kv_heads: the same before heads were merged: what the uncompressed cache holds.
     """
 
     language_model: nn.Module
     head: nn.Module
     kv_heads: list[int]
+    model_kv_heads: list[int]
     head_dim: int
     hidden_size: int
 
@@ -82,16 +84,21 @@ class State:
         budget, layers = self.recipe.budget, self.decoder.num_layers
         if budget.kv_bytes is None:
             return budget.capacities(budget.keep * self.length, layers, self.lengths)
-        fp16_token = 2 * sum(self.decoder.kv_heads) * self.decoder.head_dim * 2 * self.batch
+        fp16_token = 2 * sum(self.decoder.model_kv_heads) * self.decoder.head_dim * 2 * self.batch
         window = sum(spec.nbytes for spec in self._specs([0] * layers).values())
         full = sum(spec.nbytes for spec in self._specs([self.length] * layers).values())
         slot = (full - window) / self.length  # one in every layer
-        slots = (budget.kv_bytes * self.length * fp16_token - window) / slot
+        allowed = budget.kv_bytes * self.length * fp16_token - window
+        slots = allowed / slot
         if slots < budget.least:
             raise UserError(
                 f"recipe {self.recipe.name}: kv_bytes = {budget.kv_bytes} leaves {slots:.1f} slots a layer beside the "
                 f"window of {self.window} in a bucket of {self.length} tokens: raise kv_bytes or shorten the window"
             )
+        if len(set(self.decoder.kv_heads)) > 1:  # a slot costs less in some layers: the mean slot depends on the shares
+            for _ in range(8):
+                capacities = budget.capacities(slots, layers, self.lengths)
+                slots *= allowed / (sum(spec.nbytes for spec in self._specs(capacities).values()) - window)
         return budget.capacities(slots, layers, self.lengths)
 
     @property

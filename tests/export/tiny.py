@@ -66,12 +66,12 @@ def llava(heads: int = 8, kv_heads: int = 2, head_dim: int = 16, layers: int = 3
     return LlavaForConditionalGeneration(config).eval().requires_grad_(False)
 
 
-def save(folder: Path) -> Path:
-    """The tiny model as a checkpoint folder, with two calibration samples."""
+def save(folder: Path, model: LlavaForConditionalGeneration | None = None) -> Path:
+    """A model, the tiny one if none is given, as a checkpoint folder, with two calibration samples."""
     processor = build_processor()
     processor.patch_size = PATCH
     processor.save_pretrained(folder)
-    llava().save_pretrained(folder)
+    (model or llava()).save_pretrained(folder)
     samples(folder / "samples")
     return folder
 

@@ -17,7 +17,7 @@ from engines.errors import UserError
 from engines.ort import OrtSession
 from export.checkpoint import Checkpoint
 from export.graphs import Vision
-from export.pipeline import plan_levels
+from export.pipeline import Prepared, plan_levels
 from export.stages.perception import Coverage
 from export.to_onnx import WeightFile, export
 from export.verify import TOLERANCE, _largest_difference, largest_error, random_inputs
@@ -127,7 +127,9 @@ def test_levels_share_a_vision_graph_if_they_choose_alike(checkpoint: Checkpoint
         "shared": {"quota": 0.5},
     }
     recipes = {name: tiny.recipe(name=name, perception=table) for name, table in tables.items()}
-    levels, makers = plan_levels(checkpoint, recipes, {name: [64] for name in recipes}, None)
+    levels, makers = plan_levels(
+        checkpoint, recipes, {name: [64] for name in recipes}, {name: Prepared(checkpoint.decoder) for name in recipes}
+    )
     assert [level.vision for level in levels.values()] == [
         "vision_16", "vision_16", "half.vision_8", "half_too.vision_8", "half.vision_8", "cover.vision_8",
         "cover_more.vision_8", "shared.vision_16",
