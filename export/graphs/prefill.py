@@ -109,7 +109,8 @@ class Prefill(Decoding):
             nonlocal prompt
             place = torch.arange(state.length).expand(kinds.shape)
             fixed = (kinds == TEXT) | (place >= state.length - max(state.recent, 1))
-            rows = shorten(Rows(hidden, place, kinds, prompt.bias, received, fixed))
+            numbers = torch.zeros_like(kinds) if segments is None else segments
+            rows = shorten(Rows(hidden, place, kinds, prompt.bias, received, numbers, fixed))
             prompt = Prompt(take(prompt.positions, rows.index), rows.kinds, rows.bias, take(prompt.marks, rows.index))
             return rows.hidden, rows.index
 

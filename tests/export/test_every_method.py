@@ -1,7 +1,7 @@
 """Every method of every stage inside the exported graphs: ONNX Runtime agrees with PyTorch, TensorRT-RTX builds them.
 
-A method is tried here as soon as it is registered. One with a setting that has no default names it in `NEEDED`; one
-whose settings change its graph is tried with each of `MORE` too.
+A method is tried here as soon as it is registered. One with a setting that has no default, or none that fits so
+short a prompt, names it in `NEEDED`; one whose settings change its graph is tried with each of `MORE` too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ REFUSED = {"NonZero", "BitShift", "BitwiseAnd", "If", "Loop", "Scan"}  # by Tens
 NEEDED: dict[str, dict[str, Any]] = {
     "measured": {"shares": [1.0, 3.0, 2.0]},
     "pyramid": {"entropy": [1.0, 2.0, 3.0]},
+    "fastv": {"keep": 0.7},
+    "tome": {"rates": [0.1, 0.2]},
 }
 MORE: dict[str, list[dict[str, Any]]] = {
     "merge": [{"method": "three-way", "keys": "mean"}],
@@ -47,6 +49,10 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"method": "int4", "group": 7, "rotate": True},
         {"method": "kivi", "bits": 3, "group": 8},
         {"method": "kivi", "bits": 4, "rotate": True, "scales": "float32"},
+    ],
+    "shorten": [
+        {"method": "tome", "layer": 0, "rates": [0.1, 0.2], "weigh": "count"},
+        {"method": "tome", "rates": [0.1, 0.2], "video": True},
     ],
 }
 

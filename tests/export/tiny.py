@@ -150,7 +150,7 @@ class Driver(evaluate.Eager):
         for positions, bias in zip(
             self.tensors[f"store_positions.{layer}"][item], self.tensors[f"store_bias.{layer}"][item], strict=True
         ):
-            assert torch.equal(positions >= 0, bias == 0)  # validity is stated twice: it must agree
+            assert torch.equal(positions >= 0, torch.isfinite(bias))  # validity is stated twice: it must agree
             store = positions[positions >= 0].tolist()
             assert len(store) == len(set(store))
             assert not window & set(store)

@@ -22,6 +22,7 @@ class Rows:
         bias: 0 a token, log(n) n merged, -inf padding, [batch, rows], float32.
         attention: what a row received in the layer before from the last `queries` rows, summed over them, mean over
             the heads, [batch, rows], float32; 0 where `queries` is 0.
+        segments: number of a visual token's image, [batch, rows], int32; 0 unless the stage `needs_segments`.
         fixed: rows that must stay as they are: text, and the window's; bool [batch, rows].
     """
 
@@ -30,6 +31,7 @@ class Rows:
     kinds: Tensor
     bias: Tensor
     attention: Tensor
+    segments: Tensor
     fixed: Tensor
 
     def take(self, index: Tensor) -> Rows:

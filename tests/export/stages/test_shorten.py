@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,8 +20,7 @@ from export.stages.shorten.shorten import Rows
 from export.stages.tokens import PADDING, TEXT, VISUAL
 from export.to_onnx import example
 from tests.export import tiny
-from tests.export.stages.exporting import check_exported
-from tests.export.stages.strategies import seeds, tensor
+from tests.export.stages.shortening import by_hand, rows
 from tests.export.tiny import Driver, Prompt, greedy
 
 LENGTH, STEPS = 64, 24
@@ -34,37 +30,6 @@ ROOMY = {"keep": 2.5}  # prompt and answer fit into every store
 @pytest.fixture(scope="module")
 def prompt(checkpoint: Checkpoint) -> Prompt:
     return Prompt(checkpoint, "what color is the shape ?", [tiny.picture(1), tiny.picture(2)])
-
-
-def by_hand(
-    model: Any,
-    embeddings: Tensor,
-    positions: Tensor,
-    layer: int,
-    choose: Callable[[Tensor, Tensor], tuple[list[int], Tensor, Tensor]],
-) -> Tensor:
-    """Logits of every token by Hugging Face's layers, called one after another.
-
-    Args:
-        embeddings: [tokens, hidden_size]; positions: [tokens].
-        choose: hidden states [tokens, hidden_size] before `layer` and attention [heads, tokens, tokens] in the one
-            before it -> the rows that go on, their hidden states, and what is added to every query's logits of them.
-    """
-    decoder = model.model.language_model
-    looks: list[Tensor] = []
-    hidden, places, bias = embeddings[None], positions, torch.zeros(len(positions))
-    with torch.no_grad():
-        for number, block in enumerate(decoder.layers):
-            if number == layer:
-                rows, states, bias = choose(hidden[0], looks[-1] if looks else torch.empty(0))
-                hidden, places = states[None], places[rows]
-            mask = torch.full((len(places), len(places)), -torch.inf).triu(1) + bias
-            hook = block.self_attn.register_forward_hook(lambda _module, _args, out: looks.append(out[1][0]))
-            hidden = block(
-                hidden, attention_mask=mask[None, None], position_embeddings=decoder.rotary_emb(hidden, places[None])
-            )
-            hook.remove()
-        return model.lm_head(decoder.norm(hidden))[0]
 
 
 def fastv_by_hand(kinds: list[int], looked_at: Tensor, queries: int, recent: int, length: int) -> list[int]:
@@ -124,22 +89,23 @@ def test_the_oracle_itself_is_the_model_where_nothing_is_dropped(reference: Any,
     torch.testing.assert_close(got[-1:], want, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("method", ["fastv"])
+HALF: dict[str, dict[str, Any]] = {"fastv": {"layer": 1, "keep": 0.6}, "tome": {"layer": 1, "rates": [0.2, 0.25]}}
+
+
+@pytest.mark.parametrize("method", HALF)
 def test_dropping_nothing_is_off_to_the_bit(checkpoint: Checkpoint, prompt: Prompt, method: str) -> None:
-    nothing = {"fastv": {"method": "fastv", "keep": 1.0}}[method]
-    runs = [Driver(checkpoint.decoder, tiny.recipe(**tables), LENGTH) for tables in ({}, {"shorten": nothing})]
+    nothing: dict[str, Any] = {"keep": 1.0} if method == "fastv" else {"rates": [0.0]}
+    recipes = tiny.recipe(), tiny.recipe(shorten={"method": method, **nothing})
+    runs = [Driver(checkpoint.decoder, recipe, LENGTH) for recipe in recipes]
     off, same = (greedy(driver, checkpoint, [prompt], STEPS)[1] for driver in runs)
     assert torch.equal(off, same)
     # And where the bucket is shortened, a prompt that is short enough loses nothing.
     short = Prompt(checkpoint, "how many digits ?")
-    half = Driver(checkpoint.decoder, tiny.recipe(shorten={**nothing, **HALF[method]}, budget=ROOMY), LENGTH)
+    half = Driver(checkpoint.decoder, tiny.recipe(shorten={"method": method, **HALF[method]}, budget=ROOMY), LENGTH)
     whole = Driver(checkpoint.decoder, tiny.recipe(budget=ROOMY), LENGTH)
     assert half.state.lengths != whole.state.lengths
     want, got = (greedy(driver, checkpoint, [short], STEPS)[1] for driver in (whole, half))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-
-
-HALF: dict[str, dict[str, Any]] = {"fastv": {"layer": 1, "keep": 0.6}}
 
 
 @pytest.mark.parametrize("method", HALF)
@@ -151,11 +117,6 @@ def test_a_batch_of_two_is_two_single_runs(checkpoint: Checkpoint, prompt: Promp
     for item, single in enumerate(prompts):
         alone = Driver(checkpoint.decoder, tiny.recipe(**tables), LENGTH)
         torch.testing.assert_close(logits[item], greedy(alone, checkpoint, [single], STEPS)[1][0], atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("method", HALF)
-def test_the_exported_prefill_passes(checkpoint: Checkpoint, tmp_path: Path, method: str) -> None:
-    check_exported(checkpoint, tmp_path, shorten={"method": method, **HALF[method]}, modality={"method": "density"})
 
 
 @pytest.mark.parametrize("method", HALF)
@@ -183,6 +144,12 @@ def test_stores_have_no_more_slots_than_their_layer_has_tokens(checkpoint: Check
         ({"method": "fastv", "keep": 0.0}, "keep must be in"),
         ({"method": "fastv", "keep": 1.5}, "keep must be in"),
         ({"method": "fastv", "queries": 0}, "queries must be at least 1"),
+        ({"method": "tome", "rates": []}, "rates must be one or two"),
+        ({"method": "tome", "rates": [0.5]}, "each from 0 to below 0.5"),
+        ({"method": "tome", "rates": [0.1, 0.1, 0.1]}, "rates must be one or two"),
+        ({"method": "tome", "layer": -1}, "layer must be at least 0"),
+        ({"method": "tome", "layer": 0}, 'before layer 1 there is no attention yet: weigh = "count"'),
+        ({"method": "tome", "rates": [0.49, 0.49]}, "leaves no room beside 2 tokens in a bucket of 64"),
         ({"method": "fastv", "layer": 3}, "layer = 3 has no layer behind it: the model has 3"),
         ({"method": "fastv", "layer": 1, "keep": 0.01}, "leaves no room beside 2 tokens in a bucket of 64"),
     ],
@@ -211,26 +178,6 @@ def test_too_much_text_is_refused(checkpoint: Checkpoint, prompt: Prompt, method
         assert all(fixed <= visible for visible in driver.visible(layer))
     with pytest.raises(ValueError, match=f"{short.text + 1} text tokens do not fit"):
         driver.prefill([wordy(short.text + 1)])
-
-
-@st.composite
-def rows(draw: st.DrawFn, most: int = 33) -> Rows:
-    """Odd lengths, padding up to the whole row, few different attentions, all-text and all-visual prompts."""
-    rng = np.random.default_rng(draw(seeds))
-    batch, length = draw(st.integers(1, 2)), draw(st.integers(2, most))
-    kinds = rng.choice([TEXT, VISUAL], (batch, length), p=draw(st.sampled_from([(0.2, 0.8), (0, 1), (0.5, 0.5)])))
-    kinds[:, -1] = TEXT
-    kinds[np.arange(length) < rng.integers(0, length, (batch, 1))] = PADDING
-    attention = rng.integers(0, draw(st.sampled_from([1, 3, 1000])), kinds.shape) / 1000
-    fixed = (kinds == TEXT) | (np.arange(length) >= length - draw(st.integers(1, 2)))
-    return Rows(
-        tensor(rng.standard_normal((batch, length, 6)).astype(np.float32)),
-        torch.arange(length).expand(batch, -1),
-        tensor(kinds.astype(np.int32)),
-        tensor(np.where(kinds == PADDING, -np.inf, 0).astype(np.float32)),
-        tensor(np.where(kinds == PADDING, 0, attention).astype(np.float32)),
-        tensor(fixed),
-    )
 
 
 @given(rows(), st.floats(0.05, 1))
