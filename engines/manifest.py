@@ -153,6 +153,7 @@ class Level:
         vision: name of the vision graph.
         buckets: shortest first.
         adaptive: how many of the returned tokens a request takes; None: all.
+        unknown: name of the level that takes this one's place while the question is not known; None is this one.
     """
 
     recipe: dict[str, Any]
@@ -161,6 +162,7 @@ class Level:
     vision: str
     buckets: list[Bucket]
     adaptive: Adaptive | None = None
+    unknown: str | None = None
 
     @property
     def least_visual_tokens(self) -> int:
@@ -273,6 +275,8 @@ class Manifest:
         for name, level in self.levels.items():
             if not level.buckets:
                 raise ValueError(f"level {name!r} has no buckets")
+            if level.unknown is not None and level.unknown not in self.levels:
+                raise ValueError(f"level {name!r} names {level.unknown!r} for unknown questions, which is no level")
             kept, vision = level.visual_tokens, self._graph(level.vision, "vision")
             vision.expect(visual_tokens=[1, kept, self.model.hidden_size], kept=[1, kept])
             if level.adaptive:

@@ -1,6 +1,6 @@
 """Build a bundle: a Hugging Face vision-language model, compressed, as static-shape ONNX graphs and TensorRT plans.
 
-python export/build.py                                     the demo model, levels off, balanced and extreme
+python export/build.py                                     the demo model, levels off, balanced, extreme and chat
 python export/build.py CHECKPOINT --out DIR                 your model
 python export/build.py --recipe my.toml --backend trt-rtx   your recipe, with TensorRT-RTX plans
 """
@@ -123,15 +123,11 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     from calibration import samples
     from calibration.prepare import prepare
     from export import checkpoint as checkpoints
-    from export import recipe as recipes
     from export.pipeline import SMALL, Exported, export_graphs, plan_levels
     from export.to_onnx import WeightFile
 
     console = Console(highlight=False)
-    levels: dict[str, Recipe] = {}
-    for recipe in (recipes.load(name, args.checkpoint) for name in args.recipe or DEFAULT_RECIPES):
-        if levels.setdefault(recipe.name, recipe) is not recipe:
-            raise UserError(f"two recipes are called {recipe.name}: a level is named by its recipe, rename one file")
+    levels = _levels(args)
     default = args.level or ("balanced" if "balanced" in levels else next(iter(levels)))
     if default not in levels:
         raise UserError(f"--level {default} is none of this bundle's levels: {', '.join(levels)}")
@@ -174,6 +170,27 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     _write_processor(checkpoint, folder)
     plans = [plan for backend in backends[1:] for plan in _build_plans(backend, manifest, folder, console)]
     bundle.seal(folder, _with_plans(manifest, plans, backends))
+
+
+def _levels(args: argparse.Namespace) -> dict[str, Recipe]:
+    """The recipes asked for, and behind them those that they name for questions that are not known yet."""
+    from export import recipe as recipes
+
+    levels: dict[str, Recipe] = {}
+    for recipe in (recipes.load(name, args.checkpoint) for name in args.recipe or DEFAULT_RECIPES):
+        if levels.setdefault(recipe.name, recipe) is not recipe:
+            raise UserError(f"two recipes are called {recipe.name}: a level is named by its recipe, rename one file")
+    known = list(levels.values())
+    for recipe in known:  # grows on the way
+        if recipe.unknown is not None and recipe.unknown not in levels:
+            try:
+                levels[recipe.unknown] = recipes.load(recipe.unknown, args.checkpoint)
+            except UserError as error:
+                raise UserError(
+                    f"recipe {recipe.name} names {recipe.unknown!r} for unknown questions: {error}"
+                ) from error
+            known.append(levels[recipe.unknown])
+    return levels
 
 
 def _check_backends(backends: list[str]) -> None:

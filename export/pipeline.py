@@ -88,7 +88,7 @@ def plan_levels(
                 )
             )
         adaptive = recipe.adaptive(checkpoint.image_tokens)
-        levels[name] = bundle.Level(recipe.settings(), decoder.kv_heads, tokens, vision, sized, adaptive)
+        levels[name] = bundle.Level(recipe.settings(), decoder.kv_heads, tokens, vision, sized, adaptive, recipe.unknown)
     return levels, makers
 
 

@@ -59,6 +59,8 @@ class Recipe:
 
     Attributes:
         description: one line for `runtime info`.
+        unknown: the recipe for images whose question is not known yet, a level of the same bundle; None is this one.
+            What a question does not ask for can go once it is known. Before that, importance is a guess.
         perception: visual tokens that enter the language model.
         heads: KV heads that become one.
         shorten: visual tokens that leave it between two of its layers.
@@ -73,6 +75,7 @@ class Recipe:
 
     name: str
     description: str = ""
+    unknown: str | None = None
     perception: perception.Methods = field(default_factory=perception.Diversity)
     heads: Heads = field(default_factory=Heads)
     shorten: shorten.Methods = field(default_factory=shorten.Whole)
@@ -87,8 +90,9 @@ class Recipe:
     fallback: Fallback | None = None
 
     def __post_init__(self) -> None:
-        if not self.name.replace("-", "").replace("_", "").isalnum():
-            raise ValueError(f"a recipe's name is letters, digits, '-' and '_', got {self.name!r}")
+        for name in (self.name, self.unknown or self.name):
+            if not name.replace("-", "").replace("_", "").isalnum():
+                raise ValueError(f"a recipe's name is letters, digits, '-' and '_', got {name!r}")
         if (self.gate or self.fallback) and not self.perception.buckets:
             raise ValueError("gate and fallback choose among the buckets of perception: set  [perception] buckets")
 

@@ -110,7 +110,8 @@ def _info(arguments: argparse.Namespace) -> None:
         print(f"\nlevel {name}{' (default)' if name == manifest.default_level else ''}: ", end="")
         kept = f"{'at most ' if level.adaptive else ''}{level.visual_tokens} visual tokens an image kept"
         merged = f", {sum(level.kv_heads)} of {sum(model.kv_heads)} KV heads"
-        print(kept + (merged if level.kv_heads != model.kv_heads else ""))
+        later = f"; question later: {level.unknown}" if level.unknown else ""
+        print(kept + (merged if level.kv_heads != model.kv_heads else "") + later)
         for bucket in level.buckets:
             compacts = "compacts" if bucket.compact else "never compacts"
             print(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import numpy as np
 
 from engines import bundle as bundles
-from engines.bundle import Bucket, Bundle
+from engines.bundle import Bucket, Bundle, Level
 from engines.errors import UserError
 from engines.ort import OrtSession
 from engines.preprocessor import ImagePreprocessor
@@ -41,6 +41,7 @@ class Stats:
     """What a request took.
 
     Attributes:
+        level: that ran; where the question came later, the one that the opened level names for that.
         prompt_tokens: P, before visual tokens were pruned.
         visual_tokens: kept, of all images together; of each one in `visual_tokens_by_image`.
         bucket: S, the length that the prompt was padded to.
@@ -91,6 +92,7 @@ class Request:
 
     ids: list[int]
     pixels: list[np.ndarray]
+    level: Level
     max_new_tokens: int
     ignore_eos: bool
     question_later: bool
@@ -106,12 +108,13 @@ class VLM:
         self.backend, self.threads = backend, threads
         if self.level not in manifest.levels:
             raise UserError(f"no level {self.level!r} in {bundle.path}: choose {', '.join(manifest.levels)}")
-        self._level = manifest.levels[self.level]
         self._table = bundle.embedding()
         self._prompts = PromptReader(bundle.path, self.model)
         self._preprocessor = ImagePreprocessor.read(bundle.path)
         self._sessions: dict[str, OrtSession] = {}
-        self._gate = VisualGate(self._level, self.model.image_tokens)
+        self._later = manifest.levels[self.level].unknown or self.level  # the level where the question is not known
+        levels = {name: manifest.levels[name] for name in (self.level, self._later)}
+        self._gates = {name: VisualGate(known, self.model.image_tokens) for name, known in levels.items()}
 
     @classmethod
     def open(
@@ -164,12 +167,12 @@ class VLM:
             stream: return an iterator of pieces of text, whose `.result` is there at its end.
             ignore_eos: go on after the end token.
             question_later: compress the images before the model has seen what follows them, as when an image is
-                cached and asked about later.
+                cached and asked about later, by the level that the opened one names for it.
 
         Raises:
             UserError: at once, before anything is generated, whatever is wrong with the request.
         """
-        stats = Stats(self.level, self.backend)
+        stats = Stats(self._later if question_later else self.level, self.backend)
         request = self._request(prompt, images, max_new_tokens, ignore_eos, question_later, stats)
         text = TextStream(self, request, stats)
         if stream:
@@ -200,16 +203,16 @@ class VLM:
                 f"the prompt has {positions} tokens, and the model has only {self.model.max_positions} positions: "
                 "give fewer images or words"
             )
-        text = len(ids) - len(images)
-        choose_bucket(text + len(images) * self._level.least_visual_tokens, text, self._level)
+        level, text = self.bundle.manifest.levels[stats.level], len(ids) - len(images)
+        choose_bucket(text + len(images) * level.least_visual_tokens, text, level)
         with stats.time("images"):
             pixels = [preprocess(image, self._preprocessor) for image in images]
-        return Request(ids, pixels, max_new_tokens, ignore_eos, question_later)
+        return Request(ids, pixels, level, max_new_tokens, ignore_eos, question_later)
 
     def tokens(self, request: Request, stats: Stats) -> Iterator[int]:
         """Prefill, then decode: the whole of generation, one token at a time."""
         rows, embeddings = self._embed(request, stats)
-        bucket = choose_bucket(len(rows), int(np.count_nonzero(rows.kinds == TEXT)), self._level)
+        bucket = choose_bucket(len(rows), int(np.count_nonzero(rows.kinds == TEXT)), request.level)
         stats.prompt_tokens, stats.bucket = rows.total, bucket.length
         split = rows.after_images if request.question_later else len(rows)
 
@@ -257,10 +260,10 @@ class VLM:
         """The prompt's rows, and their embeddings [T, d]: from the table for text, from the vision graph for images."""
         seen, visual, kept = [], [], []
         for pixels in request.pixels:
-            vision = self._session(self._level.vision, stats)
+            vision = self._session(request.level.vision, stats)
             with stats.time("vision"):
                 seen.append(vision.run({"pixel_values": pixels} | self._question(request, vision)))
-        counts = self._gate.counts(seen, len(request.ids) - len(seen))
+        counts = self._gates[stats.level].counts(seen, len(request.ids) - len(seen))
         for out, count in zip(seen, counts, strict=True):
             first = out["order"][0] < count if "order" in out else slice(None)
             visual.append(out["visual_tokens"][0, first])

@@ -23,7 +23,7 @@ settings.load_profile("here")
 
 @pytest.fixture(scope="session")
 def demo_bundle(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Bundle:
-    """The default bundle of the demo model: levels off, balanced and extreme."""
+    """The default bundle of the demo model: levels off, balanced, extreme and chat."""
     base = tmp_path_factory.getbasetemp()
     shared = (base if worker_id == "master" else base.parent) / "demo-vlm"
     with FileLock(f"{shared}.lock"):

@@ -175,6 +175,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("levels.light.buckets", [], "no buckets"),
         ("levels.light.vision", "decode", "no vision graph of the name 'decode'"),
         ("levels.light.buckets.0.prefill", "", "no prefill graph"),
+        ("levels.light.unknown", "chat", "level 'light' names 'chat' for unknown questions, which is no level"),
         ("levels.light.buckets.0.compact", "none", "no compact graph of the name 'none'"),
         ("levels.light.buckets.0.capacities", [4], "not those of 2 layers"),
         ("levels.light.buckets.0.capacities", [4, -1], "not those of 2 layers"),

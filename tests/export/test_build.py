@@ -232,7 +232,27 @@ def test_two_recipes_of_one_name(refused: Callable[..., str], tiny_path: Path, t
 
 
 def test_no_such_recipe(refused: Callable[..., str], tiny_path: Path) -> None:
-    assert "presets are balanced, extreme, light, off" in refused(tiny_path, "--recipe", "tiny")
+    assert "presets are balanced, chat, dense-document, extreme, light, off" in refused(tiny_path, "--recipe", "tiny")
+
+
+def test_no_recipe_for_unknown_questions(refused: Callable[..., str], tiny_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('unknown = "talk"')
+    line = refused(tiny_path, "--recipe", tmp_path / "mine.toml")
+    assert "recipe mine names 'talk' for unknown questions: no recipe 'talk': presets are" in line
+    (tmp_path / "mine.toml").write_text('unknown = "talk.toml"')
+    assert "'talk.toml'" in refused(tiny_path, "--recipe", tmp_path / "mine.toml")
+
+
+def test_recipes_bring_those_for_unknown_questions(tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text('unknown = "two"')
+    folder = tmp_path / "checkpoint"
+    (folder / "recipes").mkdir(parents=True)
+    (folder / "recipes" / "two.toml").write_text('unknown = "three"')
+    (folder / "recipes" / "three.toml").write_text('unknown = "three"')
+    args = build.arguments().parse_args([str(folder), "--recipe", "off", "--recipe", str(tmp_path / "one.toml")])
+    levels = build._levels(args)
+    assert list(levels) == ["off", "one", "two", "three"]
+    assert [recipe.unknown for recipe in levels.values()] == [None, "two", "three", "three"]
 
 
 def test_no_such_recipe_file(refused: Callable[..., str], tiny_path: Path, tmp_path: Path) -> None:

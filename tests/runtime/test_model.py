@@ -111,6 +111,21 @@ def test_equals_the_judge(
         assert [feeds["window_kinds"][0].tolist() for _, feeds, _ in recorder.of("compact")] == judge.full
 
 
+def test_a_question_that_comes_later_is_asked_at_the_level_for_it(tmp_path: Path, recorder: Recorder) -> None:
+    vlm = runtime.open(toy.build(tmp_path / "bundle", unknown="loose"), level="tight", threads=1)
+    options: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True}
+    later = ask(vlm, "what is it", [image(0)], question_later=True, **options)
+    judge = reference.answer(ids_of("what is it", 1), [image(0)], "loose", 9, ignore_eos=True, question_later=True)
+    assert later.tokens == judge.tokens
+    assert (later.stats.level, later.stats.visual_tokens, later.stats.bucket) == ("loose", 4, 16)
+    assert not any("tight" in graph for graph in recorder.loaded)
+
+    known = ask(vlm, "what is it", [image(0)], **options)
+    judge = reference.answer(ids_of("what is it", 1), [image(0)], "tight", 9, ignore_eos=True)
+    assert known.tokens == judge.tokens
+    assert (vlm.level, known.stats.level) == ("tight", "tight")
+
+
 def test_compact_is_called_exactly_when_the_window_is_full(bundle_path: Path, recorder: Recorder) -> None:
     vlm = runtime.open(bundle_path, level="tight", threads=1)
     ask(vlm, "what is it", [image(0)], max_new_tokens=20, ignore_eos=True)

@@ -350,8 +350,8 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def build(out: Path) -> Path:
-    """Write the toy bundle to `out`."""
+def build(out: Path, unknown: str | None = None) -> Path:
+    """Write the toy bundle to `out`; `unknown` is what level tight names for questions that are not known yet."""
     with bundle.writing(out) as folder:
         graphs: dict[str, bundle.Graph] = {}
         levels: dict[str, Level] = {}
@@ -368,7 +368,8 @@ def build(out: Path) -> Path:
                     if name := names[kind]:
                         graphs[name] = make(bucket).save(folder / f"{name}.onnx", kind)
                 buckets.append(bucket)
-            levels[level] = Level({"name": level}, KV_HEADS, kept, vision, buckets)
+            later = unknown if level == "tight" else None
+            levels[level] = Level({"name": level}, KV_HEADS, kept, vision, buckets, unknown=later)
         graphs["vision_all"] = _vision(IMAGE_TOKENS, adaptive=True).save(folder / "vision_all.onnx", "vision")
         for level, adaptive in ADAPTIVE.items():
             levels[level] = Level(
