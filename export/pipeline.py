@@ -88,7 +88,9 @@ def plan_levels(
                 )
             )
         adaptive = recipe.adaptive(checkpoint.image_tokens)
-        levels[name] = bundle.Level(recipe.settings(), decoder.kv_heads, tokens, vision, sized, adaptive, recipe.unknown)
+        levels[name] = bundle.Level(
+            recipe.settings(), decoder.kv_heads, tokens, vision, sized, adaptive, recipe.unknown
+        )
     return levels, makers
 
 

@@ -8,13 +8,14 @@ import pytest
 from PIL import Image
 
 import runtime
-from calibration import keys, samples
+from calibration import samples
 from calibration.evaluate import Eager, prompt_of
+from calibration.prepare import prepare
 from calibration.samples import processed
 from demo_vlm.suites import Item, suites
 from export import recipe as recipes
 from export.checkpoint import Checkpoint
-from export.compress import KeyStatistics
+from export.pipeline import Prepared
 from tests.export import conftest
 
 PRESETS = recipes.presets()
@@ -22,8 +23,8 @@ QUESTIONS = 6
 
 
 @pytest.fixture(scope="module")
-def statistics(demo: Checkpoint) -> list[KeyStatistics]:
-    return keys.key_statistics(demo, samples.read(demo.path / "samples")[:16])
+def prepared(demo: Checkpoint) -> dict[str, Prepared]:
+    return prepare(demo, {name: recipes.load(name) for name in PRESETS}, samples.read(demo.path / "samples")[:16])
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +33,15 @@ def items() -> list[Item]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_answers(name: str, demo: Checkpoint, statistics: list[KeyStatistics], items: list[Item]) -> None:
+def test_a_preset_answers(name: str, demo: Checkpoint, prepared: dict[str, Prepared], items: list[Item]) -> None:
     """All layers' visual tokens are there: perception is the vision graph's."""
-    recipe = recipes.load(name)
+    found = prepared[name]
     pictures = [[Image.fromarray(image) for image in item.images] for item in items]
     prompts = [
         prompt_of(demo, processed(demo.processor, item.question, images))
         for item, images in zip(items, pictures, strict=True)
     ]
-    model = Eager(demo.decoder, recipe, 96, len(items), statistics)
+    model = Eager(found.decoder, recipes.load(name), 96, len(items), found.statistics)
     ends = demo.model.generation_config.eos_token_id
     answers = model.generate(prompts, demo.embedding, 8, [ends], demo.sentence_ends)
     texts = [demo.processor.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
