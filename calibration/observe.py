@@ -9,7 +9,7 @@ from torch import Tensor
 
 from calibration.evaluate import prompt_of
 from calibration.samples import Sample, model_inputs
-from export.attention import LOWEST, attention_by, full_attention
+from export.attention import LOWEST, LayerAttention, attention_by, full_attention
 from export.checkpoint import Checkpoint
 
 
@@ -28,10 +28,21 @@ def observe(
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         see(layer, key[0], value[0])
-        order = torch.arange(key.shape[2])
-        bias = torch.where(order[:, None] >= order, 0.0, LOWEST)[None]
-        return full_attention(query, key, value, bias, scale)
+        return full_attention(query, key, value, causal(key.shape[2]), scale)
 
+    return run(checkpoint, samples, attention, progress)
+
+
+def causal(tokens: int) -> Tensor:
+    """Added to the logits of a prompt without padding, [1, tokens, tokens]."""
+    order = torch.arange(tokens)
+    return torch.where(order[:, None] >= order, 0.0, LOWEST)[None]
+
+
+def run(
+    checkpoint: Checkpoint, samples: Sequence[Sample], attention: LayerAttention, progress: Callable[[], None]
+) -> int:
+    """Run every sample with `attention` in every layer; the number of their tokens."""
     tokens = 0
     with torch.no_grad(), attention_by(attention):
         for sample in samples:

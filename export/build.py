@@ -121,6 +121,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     from rich.console import Console
 
     from calibration import samples
+    from calibration.entropy import with_entropy
     from calibration.prepare import prepare
     from export import checkpoint as checkpoints
     from export.pipeline import SMALL, Exported, export_graphs, plan_levels
@@ -147,6 +148,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
         def task(what: str) -> Callable[[], None]:
             return partial(bar.advance, bar.add_task(f"{what} on {len(known)} samples", total=len(known)))
 
+        levels = with_entropy(checkpoint, levels, known, task)
         prepared = prepare(checkpoint, levels, known, task)
     for name, found in prepared.items():
         if found.note:

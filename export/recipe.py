@@ -118,7 +118,7 @@ class Recipe:
     @property
     def needs_samples(self) -> bool:
         """Whether something is measured on sample prompts before it is built."""
-        return self.quantize.calibrated or self.heads.merge
+        return self.quantize.calibrated or self.heads.merge or self.budget.needs_entropy
 
     def adaptive(self, image_tokens: int) -> Adaptive | None:
         """What the manifest says of perception if the runtime decides how many tokens an image keeps."""

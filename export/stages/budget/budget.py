@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engines.errors import UserError
 from export.stages.stage import Stage
@@ -19,7 +20,10 @@ class Budget(Stage):
         kv_bytes: the whole KV state's bytes (store, window, scales, positions, biases, masses) as a share of the fp16
             KV bytes of a full bucket; when given, `keep` follows from it.
         least: slots of a layer, at least.
+        needs_entropy: whether `entropy` is to be measured on sample prompts, and given.
     """
+
+    needs_entropy: ClassVar[bool] = False
 
     keep: float = 1.0
     kv_bytes: float | None = None

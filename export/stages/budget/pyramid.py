@@ -19,16 +19,22 @@ class Pyramid(Budget):
     Attributes:
         ratio: β of the paper: the mean layer's slots to the last one's. 1 is uniform; below it deep layers keep more.
         entropy: of each layer's attention as calibrated, H = -Σ a log a; when given, it takes the line's place.
+        measure: whether a build measures `entropy` on the samples; until then the line holds.
     """
 
     ratio: float = 20.0
     entropy: list[float] | None = None
+    measure: bool = False
     method: Literal["pyramid"] = "pyramid"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.ratio > 0.5:
             raise ValueError(f"ratio must be above 0.5 for the first layer to keep anything, got {self.ratio}")
+
+    @property
+    def needs_entropy(self) -> bool:  # type: ignore[override]
+        return self.measure and self.entropy is None
 
     def profile(self, layers: int) -> list[float]:
         if self.entropy is not None:

@@ -1,0 +1,59 @@
+"""How spread out each layer's attention is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from calibration.observe import causal, run
+from calibration.samples import Sample
+from export.attention import attention_logits, mix_values
+from export.checkpoint import Checkpoint
+from export.recipe import Recipe
+from export.stages.budget import Pyramid
+
+
+def attention_entropy(
+    checkpoint: Checkpoint, samples: Sequence[Sample], progress: Callable[[], None] = lambda: None
+) -> list[float]:
+    """H = -Σ a log a over the tokens that a query looks at, mean over queries and heads of all samples, one a layer.
+
+    Args:
+        progress: called once a sample.
+    """
+    total = [0.0] * checkpoint.decoder.num_layers
+
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        weights = (attention_logits(query, key, scale) + causal(key.shape[2])).softmax(dim=-1)
+        total[layer] += torch.special.entr(weights).sum(dim=-1).mean(dim=(1, 2)).sum().item()
+        return mix_values(weights, value)
+
+    tokens = run(checkpoint, samples, attention, progress)
+    return [entropy / tokens for entropy in total]
+
+
+def with_entropy(
+    checkpoint: Checkpoint,
+    recipes: dict[str, Recipe],
+    samples: Sequence[Sample],
+    task: Callable[[str], Callable[[], None]] = lambda what: lambda: None,
+) -> dict[str, Recipe]:
+    """The recipes, the entropy filled in where a budget is shared out by it.
+
+    Args:
+        task: called with what is about to be measured; what it returns is called once a sample.
+    """
+    if not any(recipe.budget.needs_entropy for recipe in recipes.values()):
+        return recipes
+    entropy = attention_entropy(checkpoint, samples, task("measuring attention"))
+
+    def filled(recipe: Recipe) -> Recipe:
+        budget = recipe.budget
+        if not isinstance(budget, Pyramid) or not budget.needs_entropy:
+            return recipe
+        return dataclasses.replace(recipe, budget=dataclasses.replace(budget, entropy=entropy))
+
+    return {name: filled(recipe) for name, recipe in recipes.items()}
