@@ -233,7 +233,7 @@ def test_two_recipes_of_one_name(refused: Callable[..., str], tiny_path: Path, t
 
 
 def test_no_such_recipe(refused: Callable[..., str], tiny_path: Path) -> None:
-    presets = "balanced, chat, dense-document, extreme, light, off, realtime-chat"
+    presets = "balanced, chat, dense-document, extreme, light, long-video, off, realtime-chat"
     assert f"presets are {presets}" in refused(tiny_path, "--recipe", "tiny")
 
 
