@@ -93,6 +93,9 @@ class Recipe:
         for name in (self.name, self.unknown or self.name):
             if not name.replace("-", "").replace("_", "").isalnum():
                 raise ValueError(f"a recipe's name is letters, digits, '-' and '_', got {name!r}")
+        if self.quantize.needs_mass and not self.importance.needs_mass:
+            methods = f"[quantize] {self.quantize.method} and [importance] {self.importance.method}"
+            raise ValueError(f"{methods}: the first needs attention to be counted, the second counts none")
         if (self.gate or self.fallback) and not self.perception.buckets:
             raise ValueError("gate and fallback choose among the buckets of perception: set  [perception] buckets")
 

@@ -85,9 +85,8 @@ class State:
         if budget.kv_bytes is None:
             return budget.capacities(budget.keep * self.length, layers, self.lengths)
         fp16_token = 2 * sum(self.decoder.model_kv_heads) * self.decoder.head_dim * 2 * self.batch
-        window = sum(spec.nbytes for spec in self._specs([0] * layers).values())
-        full = sum(spec.nbytes for spec in self._specs([self.length] * layers).values())
-        slot = (full - window) / self.length  # one in every layer
+        window = self._nbytes([0] * layers)
+        slot = (self._nbytes([self.length] * layers) - window) / self.length  # one in every layer
         allowed = budget.kv_bytes * self.length * fp16_token - window
         slots = allowed / slot
         if slots < budget.least:
@@ -97,9 +96,12 @@ class State:
             )
         if len(set(self.decoder.kv_heads)) > 1:  # a slot costs less in some layers: the mean slot depends on the shares
             for _ in range(8):
-                capacities = budget.capacities(slots, layers, self.lengths)
-                slots *= allowed / (sum(spec.nbytes for spec in self._specs(capacities).values()) - window)
-        return budget.capacities(slots, layers, self.lengths)
+                slots *= allowed / (self._nbytes(budget.capacities(slots, layers, self.lengths)) - window)
+        capacities = budget.capacities(slots, layers, self.lengths)
+        excess = (self._nbytes(capacities) - window - allowed) / slot
+        if excess < 1:
+            return capacities
+        return budget.capacities(slots - excess, layers, self.lengths)  # last groups of few tokens have whole scales
 
     @property
     def window(self) -> int:
@@ -117,6 +119,9 @@ class State:
     def counts_mass(self) -> bool:
         """Whether decode counts the attention that tokens receive."""
         return self.compacts and self.recipe.needs_mass
+
+    def _nbytes(self, capacities: list[int]) -> int:
+        return sum(spec.nbytes for spec in self._specs(capacities).values())
 
     def specs(self) -> dict[str, TensorSpec]:
         """name -> spec, store first."""

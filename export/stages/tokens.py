@@ -73,6 +73,12 @@ class Tokens:
         """Some consecutive tokens."""
         return Tokens(**{name: rows[:, :, part] for name, rows in self._rows().items()}, center=self.center)
 
+    def take(self, index: Tensor) -> Tokens:
+        """The tokens at these places, [batch, kv_heads, count], int64."""
+        rows = index[..., None].expand(*index.shape, self.key.shape[-1])
+        taken = {name: x.gather(2, rows if x.dim() == 4 else index) for name, x in self._rows().items()}
+        return Tokens(**taken, center=self.center)
+
     def padded(self, count: int) -> Tokens:
         """The same with at least `count` slots; new ones are empty."""
         more = count - self.key.shape[2]

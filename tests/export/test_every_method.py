@@ -45,6 +45,8 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "merge": [{"method": "three-way", "keys": "mean"}],
     "protect": [{"separators": 2}, {"sentence_first": True}],
     "quantize": [
+        {"method": "per-head", "rotate": True},
+        {"method": "per-token", "bits": 4, "group": 8},
         {"method": "int8", "rotate": True, "center": False},
         {"method": "int4", "group": 7, "rotate": True},
         {"method": "kivi", "bits": 3, "group": 8},

@@ -126,6 +126,7 @@ def test_demo_tokens_are_hugging_faces(demo: Checkpoint, demo_reference: Any, ta
         ({"method": "int8", "rotate": True}, "float16", 0.2),
         ({"method": "int4"}, "float16", 1.0),
         ({"method": "kivi", "bits": 4}, "float16", 1.0),
+        ({"method": "mixed"}, "float16", 1.0),
     ],
     ids=str,
 )
@@ -296,13 +297,49 @@ def test_a_bucket_shorter_than_the_observation_window(checkpoint: Checkpoint) ->
     check_by_oracle(checkpoint, Driver(checkpoint.decoder, recipe, 12), prompt, 20)
 
 
-def test_the_state_is_no_larger_than_the_share_of_bytes(checkpoint: Checkpoint) -> None:
-    for share in (0.3, 0.5):
+@pytest.mark.parametrize("method", ["mixed", "kivi"])
+def test_a_batch_of_two_is_two_single_runs_in_few_bits(
+    checkpoint: Checkpoint, prompt: Prompt, statistics: list[KeyStatistics], method: str
+) -> None:
+    """Tokens of one prompt have no part in the scales of another's, nor padding in any."""
+    recipe = tiny.recipe(**EVICTING, quantize={"method": method})
+    prompts = [prompt, Prompt(checkpoint, "how many digits ?")]
+    both = Driver(checkpoint.decoder, recipe, LENGTH, batch=2, statistics=statistics)
+    tokens, logits = greedy(both, checkpoint, prompts, 30)
+    for item, single in enumerate(prompts):
+        alone = Driver(checkpoint.decoder, recipe, LENGTH, statistics=statistics)
+        want_tokens, want = greedy(alone, checkpoint, [single], 30)
+        assert tokens[item].tolist() == want_tokens[0].tolist()
+        torch.testing.assert_close(logits[item], want[0], atol=1e-3, rtol=0)
+        for layer in range(checkpoint.decoder.num_layers):
+            assert both.visible(layer, item) == alone.visible(layer)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("importance", ["snapkv", "keydiff"])
+def test_the_state_holds_nothing_that_nobody_reads(
+    checkpoint: Checkpoint, prompt: Prompt, compact: bool, importance: str
+) -> None:
+    window = {"least": 24, "most": 24, "recent": 0.25, "compact": compact}
+    recipe = tiny.recipe(**{**EVICTING, "importance": {"method": importance}}, window=window)
+    driver = Driver(checkpoint.decoder, recipe, LENGTH)
+    greedy(driver, checkpoint, [prompt], 30 if compact else 18)
+    assert driver.compactions == compact
+    names = {name.partition(".")[0] for name in driver.tensors}
+    rows = {"key_store", "value_store", "store_bias", "key_window", "value_window", "window_bias"}
+    places = {"store_positions", "window_positions"} if compact else set()
+    assert names == rows | places | ({"store_mass", "window_mass"} if compact and importance == "snapkv" else set())
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "kivi", "mixed"])
+def test_the_state_is_no_larger_than_the_share_of_bytes(checkpoint: Checkpoint, method: str) -> None:
+    for share in (0.3, 0.4, 0.5):
         recipe = tiny.recipe(
-            quantize={"method": "int8"}, budget={"kv_bytes": share}, window={"least": 4, "most": 4, "dtype": "float16"}
+            quantize={"method": method}, budget={"kv_bytes": share}, window={"least": 4, "most": 4, "dtype": "float16"}
         )
         statistics = [KeyStatistics(torch.zeros(2, 16), torch.ones(2, 16))] * 3
         state = Driver(checkpoint.decoder, recipe, 128, statistics=statistics).state
         used = sum(spec.nbytes for spec in state.specs().values())
         fp16 = 2 * 3 * 2 * 16 * 2 * 128
-        assert used / fp16 == pytest.approx(share, abs=0.02)
+        assert used / fp16 < share + 0.02
+        assert used / fp16 > share - 0.02 or min(state.capacities) == 128  # all that there is, in fewer bytes

@@ -71,9 +71,13 @@ class Blockwise(Quantize):
         return self.keys.specs("key", heads, slots, head_dim) | self.values.specs("value", heads, slots, head_dim)
 
     def quantize(self, kept: Tokens) -> dict[str, Tensor]:
-        key, value = (rotate(kept.key), rotate(kept.value)) if self.rotate else (kept.key, kept.value)
+        key, value = self.rotated(kept)
         key_store = self.keys.quantize("key", key, kept.real, self._static("key"))
         return key_store | self.values.quantize("value", value, kept.real, self._static("value"))
+
+    def rotated(self, kept: Tokens) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are quantized."""
+        return (rotate(kept.key), rotate(kept.value)) if self.rotate else (kept.key, kept.value)
 
     def restore(self, store: dict[str, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
         key, value = self.read(store, head_dim)

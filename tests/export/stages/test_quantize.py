@@ -21,7 +21,7 @@ from export.stages.quantize.rotation import rotate
 from export.stages.tokens import Tokens
 from tests.export import tiny
 from tests.export.stages import quantized
-from tests.export.stages.strategies import seeds, tensor, tokens_of
+from tests.export.stages.strategies import cached, seeds, tensor, tokens_of
 
 METHODS = typing.get_args(quantize.Methods)
 # A method and its knobs -> bits, tokens and channels of a block, offset: of keys, then of values.
@@ -29,6 +29,11 @@ Rows = tuple[int, int | None, int | None, bool]
 BLOCKS: list[tuple[dict[str, Any], Rows, Rows]] = [
     ({"method": "int8"}, (8, None, 1, False), (8, 1, None, False)),
     ({"method": "int8", "scales": "float32", "center": False}, (8, None, 1, False), (8, 1, None, False)),
+    ({"method": "per-head"}, (8, None, None, False), (8, None, None, False)),
+    ({"method": "per-head", "rotate": True}, (8, None, None, False), (8, None, None, False)),
+    ({"method": "per-token"}, (8, 1, 32, False), (8, 1, 32, False)),
+    ({"method": "per-token", "bits": 4, "group": 20}, (4, 1, 20, False), (4, 1, 20, False)),
+    ({"method": "k8v4", "rotate": True}, (8, None, 1, False), (4, 1, 32, False)),
     ({"method": "int4"}, (4, 32, 1, False), (4, 1, 32, False)),
     ({"method": "int4", "group": 7, "rotate": True}, (4, 7, 1, False), (4, 1, 7, False)),
     ({"method": "kivi"}, (2, 32, 1, True), (2, 1, 32, True)),
@@ -173,7 +178,7 @@ def test_what_was_restored_is_stored_alike(knobs: dict, seed: int, size: float, 
     first = again = stage.quantize(tokens_of(key, value))
     for _ in range(rounds):
         again = stage.quantize(tokens_of(*stage.restore(again, 64)))
-    if knobs["method"] == "int8":
+    if knobs["method"] in ("int8", "per-head", "k8v4"):
         assert all(torch.equal(first[name], again[name]) for name in first)
     for was, now in zip(stage.restore(first, 64), stage.restore(again, 64), strict=True):
         torch.testing.assert_close(now, was, atol=2e-3 * size, rtol=0)
@@ -203,6 +208,76 @@ def test_keys_drift_by_half_a_step_a_compaction_at_most(knobs: dict) -> None:
             torch.cat([x[:, :, 6:], rows[:, :, first + slots : first + slots + 6]], dim=2) for x in (got_key, got_value)
         )
         allowed = np.concatenate([allowed[6:], np.zeros((6, 32))])
+
+
+def mixed_in_loops(tokens: Tokens, share: float) -> np.ndarray:
+    """Slots in the order of a mixed store, [batch, kv_heads, slots]: the heaviest first, each part in its order."""
+    mass = np.where(tokens.real, tokens.mass, -1.0)
+    slots = mass.shape[2]
+    wide = min(max(round(share * slots), 1), max(slots - 1, 1))
+    order = np.zeros(mass.shape, int)
+    for b, h in np.ndindex(*mass.shape[:2]):
+        best = sorted(range(slots), key=lambda slot: (-mass[b, h, slot], slot))
+        order[b, h] = [*sorted(best[:wide]), *sorted(best[wide:])]
+    return order
+
+
+@settings(max_examples=20)
+@given(tokens=cached(), share=st.sampled_from([0.01, 0.3, 0.9]))
+def test_mixed_gives_the_heaviest_slots_more_bits(tokens: Tokens, share: float) -> None:
+    tokens.key = torch.randn(tokens.key.shape) * tokens.real[..., None]
+    knobs = {"method": "mixed", "share": share, "margin": 1.0}
+    known = statistics_of(tokens.key, tokens.value)
+    stage = stage_of(knobs, known)
+    arranged = stage.arrange(tokens)
+    order = tensor(mixed_in_loops(tokens, share))
+    for name, x in tokens._rows().items():
+        index = order[..., None].expand(x.shape) if x.dim() == 4 else order
+        assert torch.equal(getattr(arranged, name), x.gather(2, index)), name
+    slots, wide = order.shape[2], min(max(round(share * order.shape[2]), 1), order.shape[2] - 1)
+    store = stage.quantize(arranged)
+    want = {  # as the two methods store their parts
+        "": (stage_of({"method": "int8", "margin": 1.0}, known), arranged[:wide]),
+        "narrow_": (stage_of({"method": "int4"}), arranged[wide:slots]),
+    }
+    parts = [part.quantize(some) for part, some in want.values()]
+    named = {prefix + name: x for prefix, part in zip(want, parts, strict=True) for name, x in part.items()}
+    assert store.keys() == named.keys()
+    assert all(torch.equal(store[name], named[name]) for name in store)
+    key, value = stage.restore(store, 8)
+    rows = [part.restore(stored, 8) for (part, _), stored in zip(want.values(), parts, strict=True)]
+    assert torch.equal(key, torch.cat([rows[0][0], rows[1][0]], dim=2))
+    assert torch.equal(value, torch.cat([rows[0][1], rows[1][1]], dim=2))
+
+
+@settings(max_examples=20)
+@given(tokens=cached())
+def test_mixed_is_put_back_in_the_order_of_positions(tokens: Tokens) -> None:
+    stage = stage_of({"method": "mixed"}, statistics_of(tokens.key, tokens.value))
+    again = stage.rearrange(stage.arrange(tokens))
+    assert torch.equal(again.positions, tokens.positions.sort(dim=-1, stable=True).values)
+    for name, rows in tokens._rows().items():
+        for b, h in np.ndindex(*tokens.bias.shape[:2]):
+            real = tokens.real[b, h]
+            assert torch.equal(getattr(again, name)[b, h][again.real[b, h]], rows[b, h][real]), name
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_mixed_of_few_slots(slots: int) -> None:
+    rows = torch.randn(1, 2, slots, 8)
+    stage = stage_of({"method": "mixed"}, statistics_of(rows, rows))
+    tokens = tokens_of(rows, rows)
+    store = stage.quantize(stage.arrange(tokens))
+    assert {name: (str(x.dtype), list(x.shape)) for name, x in store.items()} == {
+        name: (f"torch.{dtype}", shape) for name, (dtype, shape) in stage.specs([1, 2], slots, 8).items()
+    }
+    assert all(x.numel() for x in store.values())
+    torch.testing.assert_close(stage.restore(store, 8)[0], rows, atol=float(rows.abs().max()) / 13, rtol=0)
+
+
+def test_mixed_needs_attention_to_be_counted() -> None:
+    with pytest.raises(Exception, match="the second counts none"):
+        tiny.recipe(quantize={"method": "mixed"}, importance={"method": "keydiff"})
 
 
 @given(seed=seeds, bits=st.sampled_from([8, 4, 3, 2]), channels=st.integers(1, 130))
