@@ -259,7 +259,14 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
 def _check_sizes(recipe: Recipe, checkpoint: Checkpoint, lengths: list[int]) -> None:
     """A cache for more tokens than the model has positions is a slip of the pen that would fill the memory."""
     from export.graphs import State
+    from export.stages.perception import Attention
 
+    perception, layers = recipe.perception, checkpoint.decoder.num_layers
+    if isinstance(perception, Attention) and max(perception.layers, default=0) >= layers:
+        raise UserError(
+            f"recipe {recipe.name}: perception reads layer {max(perception.layers)} of the decoder, and the model has "
+            f"layers 0 to {layers - 1}"
+        )
     for state in (State(checkpoint.decoder, recipe, length) for length in lengths):
         if (slots := max(*state.capacities, state.window)) > checkpoint.max_positions:
             raise UserError(

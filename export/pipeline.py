@@ -70,7 +70,7 @@ def plan_levels(
         choice, own = str(recipe.settings()["perception"]), f"{name}.vision_{tokens}"
         chooses = tokens < checkpoint.image_tokens or recipe.perception.adaptive
         vision = visions.setdefault(choice, own) if chooses else f"vision_{tokens}"
-        add(vision, partial(Vision, checkpoint.encoder, recipe, *checkpoint.pixel_size))
+        add(vision, partial(Vision, checkpoint.encoder, recipe, *checkpoint.pixel_size, checkpoint.decoder))
         decoder, known = prepared[name].decoder, prepared[name].statistics
         sized = []
         for length in buckets[name]:

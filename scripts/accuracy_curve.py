@@ -129,10 +129,10 @@ class Evaluator:
         for start in range(0, len(items), batch):
             part = slice(start, start + batch)
             answers = eager.generate(prompts[part], self.checkpoint.embedding, MAX_NEW_TOKENS, self.ends)
-            correct += sum(self._says(*pair) for pair in zip(answers, items[part], strict=True))
+            correct += sum(self.says(*pair) for pair in zip(answers, items[part], strict=True))
         return Cell(suite, method, dropped, slots, mean, len(items), correct)
 
-    def _says(self, answer: list[int], item: Item) -> bool:
+    def says(self, answer: list[int], item: Item) -> bool:
         text = self.checkpoint.processor.tokenizer.decode(answer, skip_special_tokens=True)
         return text.strip().lower() == item.answer.strip().lower()
 
@@ -202,7 +202,7 @@ def plot(cells: Sequence[Cell]) -> str:
         return out.getvalue()
 
 
-def _ratios(text: str) -> list[float]:
+def numbers(text: str) -> list[float]:
     try:
         ratios = sorted({float(part) for part in text.split(",") if part})
     except ValueError:
@@ -217,7 +217,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", nargs="?", type=Path, default=DEMO, help="default: the demo VLM's")
     parser.add_argument("--suites", default=SUITES, help="comma-separated; default: %(default)s")
     parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated; default: all of importance")
-    parser.add_argument("--ratios", type=_ratios, default=RATIOS, help="of tokens dropped; default: %(default)s")
+    parser.add_argument("--ratios", type=numbers, default=RATIOS, help="of tokens dropped; default: %(default)s")
     parser.add_argument("--limit", type=positive, default=100, metavar="N", help="questions a suite; default: 100")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw them there too; needs matplotlib")

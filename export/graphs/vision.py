@@ -6,8 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from engines.bundle import TensorSpec
+from export.attention import LOWEST, attention_by, attention_logits, full_attention
 from export.graphs.graph import Graph
+from export.graphs.state import Decoder
 from export.recipe import Recipe
+from export.stages.perception import Attention
 from export.stages.perception.adaptive import coverage, entropy
 from export.stages.perception.perception import Guided
 
@@ -22,9 +25,17 @@ class Vision(Graph):
 
     kind = "vision"
 
-    def __init__(self, encoder: nn.Module, recipe: Recipe, height: int, width: int):
+    def __init__(self, encoder: nn.Module, recipe: Recipe, height: int, width: int, decoder: Decoder | None = None):
+        """
+        Args:
+            decoder: needed by a perception that reads the attention of some of its `layers`.
+        """
         super().__init__()
         self.encoder, self.perception = encoder, recipe.perception
+        self.layers = self.perception.layers if isinstance(self.perception, Attention) else ()
+        if self.layers:
+            assert decoder is not None
+            self.language_model = decoder.language_model
         specs = [TensorSpec("pixel_values", "float32", [1, 3, height, width])]
         if isinstance(self.perception, Guided):
             with torch.no_grad():
@@ -38,6 +49,8 @@ class Vision(Graph):
 
     def compute(self, pixel_values: Tensor, **question: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         features = self.encoder(pixel_values)  # [1, N, d]
+        if self.layers and question:
+            question["attention"] = self.attention(features, **question)
         if self.perception.adaptive:
             chosen = self.perception.order(features, **question)  # [1, K]
             kept, order = chosen.sort(dim=1)
@@ -48,3 +61,32 @@ class Vision(Graph):
         if kept.shape[1] < features.shape[1]:
             tokens = features.gather(1, kept[..., None].expand(-1, -1, features.shape[2]))
         return {"visual_tokens": tokens, "kept": kept.int(), **known}
+
+    def attention(self, features: Tensor, question: Tensor, asked: Tensor) -> Tensor:
+        """What the question's last token attends to, mean over the chosen layers and their heads, [1, N].
+
+        The decoder reads the image and then the question, nothing before them. What it does behind the last of the
+        layers is no part of the graph, since nothing depends on it.
+        """
+        count, length = features.shape[1], question.shape[1]
+        padding = length - asked.sum(dim=1, keepdim=True).long()
+        order = torch.arange(count + length)
+        positions = torch.where(order >= count, (order - padding).clamp(min=0), order)
+        real = torch.cat([torch.ones(features.shape[:2]), asked], dim=1) > 0
+        bias = torch.where((order[:, None] >= order) & real[:, None], 0.0, LOWEST)  # [1, N + Q, N + Q]
+        seen = []
+
+        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            if layer in self.layers:
+                logits = attention_logits(query[:, :, -1:], key, scale) + bias[:, None, None, -1:]
+                seen.append(logits.softmax(dim=-1)[:, :, :, 0, :count].mean(dim=(1, 2)))
+            return full_attention(query, key, value, bias, scale)
+
+        with attention_by(attention):
+            self.language_model(
+                inputs_embeds=torch.cat([features, question], dim=1),
+                position_ids=positions,
+                attention_mask=None,
+                use_cache=False,
+            )
+        return torch.stack(seen).mean(dim=0)

@@ -217,6 +217,12 @@ def test_a_wrong_recipe(refused: Callable[..., str], tiny_path: Path, tmp_path: 
     assert "mine.toml" in line
 
 
+def test_a_layer_that_the_decoder_has_not(refused: Callable[..., str], tiny_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[perception]\nmethod = 'attention'\nkeep = 0.5\nlayers = [1, 3]")
+    line = refused(tiny_path, "--recipe", tmp_path / "mine.toml")
+    assert "mine: perception reads layer 3 of the decoder, and the model has layers 0 to 2" in line
+
+
 @pytest.mark.parametrize(
     "text", ["[budget]\nkeep = 1e9", "[budget]\nleast = 100000", "[window]\nleast = 1000\nmost = 1000"]
 )

@@ -42,6 +42,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "tome": {"rates": [0.1, 0.2]},
 }
 MORE: dict[str, list[dict[str, Any]]] = {
+    "perception": [
+        {"buckets": [0.25]},
+        {"method": "coverage", "quota": 0.25},
+        {"method": "attention", "layers": [0, 1]},
+    ],
     "merge": [{"method": "three-way", "keys": "mean"}],
     "protect": [{"separators": 2}, {"sentence_first": True}],
     "quantize": [
@@ -86,7 +91,7 @@ def graphs(checkpoint: Checkpoint, slot: str, table: dict[str, Any]) -> list[Gra
     """The graphs in which the slot's stage works, for batches of two where a graph has any."""
     recipe = parse(Recipe, {"name": "test", **TABLES, slot: {**TABLES.get(slot, {}), **table}}, "test")
     if slot == "perception":
-        return [Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size)]
+        return [Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size, checkpoint.decoder)]
     torch.manual_seed(0)
     shapes = [(heads, checkpoint.decoder.head_dim) for heads in checkpoint.decoder.kv_heads]
     known = [KeyStatistics(torch.randn(shape), *[torch.full(shape, 4.0)] * 4) for shape in shapes]

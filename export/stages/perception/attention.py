@@ -17,42 +17,56 @@ SPREAD = 0.5  # standard deviation of the centre's weight, in halves of the imag
 
 @dataclass(eq=False)
 class Attention(Guided):
-    """Keep the tokens that the question's tokens look at most, times how salient their place is.
+    """Keep the tokens that the question looks at most, times how salient their place is.
 
-    Attention is the softmax over the visual tokens of their cosine similarity to a question token divided by a
-    temperature, averaged over the question's tokens; without a question it is the same everywhere, and saliency
-    decides alone. Saliency is (1 + centre * gaussian) * (1 + detail * energy): the Gaussian is 1 at the image's
-    centre, and the energy is a token's mean squared difference from its neighbours in the grid, 1 for the token with
-    most of it. A number of tokens that is no square is taken for one row.
-
-    This is attention in the embedding space, without weights. The attention of the decoder's own middle layers, which
-    FastV reads, is there only when the decoder runs over all tokens: it belongs to pruning inside the decoder.
+    With `layers`, attention is that of the question's last token in these layers of the decoder, the mean over them and
+    their heads; the vision graph then runs the decoder as far as the last of them on the image and the question alone,
+    and what it reads is raised to the power 1 / temperature. Without, it needs no decoder: the softmax over the visual
+    tokens of their cosine similarity to a question token divided by the temperature, averaged over the question's
+    tokens. Without a question attention is the same everywhere, and saliency decides alone. Saliency is
+    (1 + centre * gaussian) * (1 + detail * energy): the Gaussian is 1 at the image's centre, and the energy is a
+    token's mean squared difference from its neighbours in the grid, 1 for the token with most of it. A number of tokens
+    that is no square is taken for one row.
 
     Attributes:
-        temperature: the lower it is, the fewer tokens each question token speaks for.
+        temperature: the lower it is, the fewer tokens are looked at; None: 0.1 for similarity, 1 for the decoder.
         centre: weight of the centre of the image; 0 is off.
         detail: weight of tokens that differ from their neighbours; 0 is off.
+        layers: of the decoder, from 0; two or three from the middle on see most. They cost as much as their share of a
+            prefill of one image.
     """
 
     method: Literal["attention"] = "attention"
-    temperature: float = 0.1
+    temperature: float | None = None
     centre: float = 0.5
     detail: float = 0.5
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (1e-3 <= self.temperature <= 1e3 and 0 <= self.centre <= 1e3 and 0 <= self.detail <= 1e3):
+        sharp = self.temperature is None or 1e-3 <= self.temperature <= 1e3
+        if not (sharp and 0 <= self.centre <= 1e3 and 0 <= self.detail <= 1e3):
             raise ValueError(
                 "temperature must be from 0.001 to 1000, centre and detail from 0 to 1000, "
                 f"got {self.temperature}, {self.centre} and {self.detail}"
             )
+        if len({*self.layers}) < len(self.layers) or min(self.layers, default=0) < 0:
+            raise ValueError(f"layers must be different numbers from 0, got {list(self.layers)}")
 
-    def choose(self, features: Tensor, count: int, question: Tensor, asked: Tensor) -> Tensor:
+    def choose(
+        self, features: Tensor, count: int, question: Tensor, asked: Tensor, attention: Tensor | None = None
+    ) -> Tensor:
         features = features.float()
-        similarity = normalize(question.float(), dim=2) @ normalize(features, dim=2).mT
-        attention = (similarity / self.temperature).softmax(dim=2)  # [batch, question_tokens, tokens]
-        # The sum ranks the tokens as the mean does; where nothing was asked it is 0, and all get the same instead.
-        looked_at = (attention * asked[..., None]).sum(dim=1) + (asked.sum(dim=1, keepdim=True) == 0)
+        if attention is None:
+            similarity = normalize(question.float(), dim=2) @ normalize(features, dim=2).mT
+            each = (similarity / (self.temperature or 0.1)).softmax(dim=2)  # [batch, question_tokens, tokens]
+            looked_at = (each * asked[..., None]).sum(dim=1)  # the sum ranks the tokens as the mean does
+        else:
+            tiny = torch.finfo(torch.float32).tiny
+            looked_at = (attention / attention.amax(dim=1, keepdim=True).clamp(min=tiny)) ** (
+                1 / (self.temperature or 1)
+            )
+        looked_at = torch.where(asked.sum(dim=1, keepdim=True) == 0, 1.0, looked_at)  # nothing was asked
         return best(looked_at * self.saliency(features), count)
 
     def saliency(self, features: Tensor) -> Tensor:

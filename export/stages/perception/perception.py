@@ -66,14 +66,20 @@ class Perception(Stage):
         """The numbers of tokens that an image may keep, ascending."""
         return sorted({self.count(tokens, share) for share in (*self.buckets, self.keep)})
 
-    def forward(self, features: Tensor, question: Tensor | None = None, asked: Tensor | None = None) -> Tensor:
+    def forward(self, features: Tensor, *guidance: Tensor, **more: Tensor) -> Tensor:
         """Indices of the kept tokens, ascending, [batch, kept], int64; arguments as in `order`."""
         tokens = features.shape[1]
         if self.count(tokens) == tokens:
             return torch.arange(tokens).expand(features.shape[0], -1)
-        return self.order(features, question, asked).sort(dim=1).values
+        return self.order(features, *guidance, **more).sort(dim=1).values
 
-    def order(self, features: Tensor, question: Tensor | None = None, asked: Tensor | None = None) -> Tensor:
+    def order(
+        self,
+        features: Tensor,
+        question: Tensor | None = None,
+        asked: Tensor | None = None,
+        attention: Tensor | None = None,
+    ) -> Tensor:
         """Choose tokens.
 
         Args:
@@ -81,11 +87,13 @@ class Perception(Stage):
             question: embeddings of the question's tokens, padded, [batch, question_tokens, hidden_size].
             asked: 1 for a token of the question, 0 for padding, [batch, question_tokens], float32. All 0: there is no
                 question yet.
+            attention: what the decoder's chosen layers attend to, [batch, tokens]; for a selector that asks for it.
 
         Returns:
             Indices of the kept tokens, first choice first, [batch, kept], int64.
         """
-        guidance = (question, asked) if self.needs_question else ()
+        guidance: tuple[Tensor | None, ...] = (question, asked) if self.needs_question else ()
+        guidance += () if attention is None else (attention,)
         return self.choose(features, self.count(features.shape[1]), *guidance)
 
     def choose(self, features: Tensor, count: int, *args: Any, **kwargs: Any) -> Tensor:

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
 import runtime
-from engines import trt
 from engines.bundle import Adaptive
 from engines.errors import UserError
 from engines.ort import OrtSession
 from export.checkpoint import Checkpoint
 from export.graphs import Vision
 from export.pipeline import Prepared, plan_levels
-from export.stages.perception import Coverage
+from export.stages.perception import Attention, Coverage
 from export.to_onnx import WeightFile, export
 from export.verify import TOLERANCE, _largest_difference, largest_error, random_inputs
 from runtime import backends
@@ -76,18 +76,64 @@ def test_the_exported_adaptive_graph_passes(checkpoint: Checkpoint, tmp_path: Pa
     np.testing.assert_allclose(got["visual_tokens"], features[:, got["kept"][0]], atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_a_plan_is_built_of_it(checkpoint: Checkpoint, tmp_path: Path, method: str) -> None:
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install tensorrt-rtx-cu13")
-    recipe = tiny.recipe(perception={"method": method, "keep": 0.5, "buckets": [0.25]})
-    module = Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size).eval()
-    with WeightFile(tmp_path) as weights:
-        graph = export(module, "vision", weights)
-    built: list[trt.Built] = []
-    trt.build_plans("trt-rtx", {"vision": tmp_path / graph.file}, tmp_path, built.append)
-    assert set(built[0].inputs) == {spec.name for spec in graph.inputs}
-    assert set(built[0].outputs) == {"visual_tokens", "kept", "order", "coverage", "entropy"}
+LAYERS: dict[str, Any] = {"method": "attention", "keep": 0.4, "layers": [0, 1], "centre": 0.0, "detail": 0.0}
+
+
+def looking(checkpoint: Checkpoint, **knobs: Any) -> Vision:
+    recipe = tiny.recipe(perception={**LAYERS, **knobs})
+    return Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size, checkpoint.decoder).eval()
+
+
+@pytest.mark.parametrize("words", [1, 5, 32])
+@pytest.mark.parametrize("layers", [[0], [1, 2], [2]])
+def test_the_decoders_attention_is_that_of_hugging_face(checkpoint: Checkpoint, layers: list[int], words: int) -> None:
+    """From the last of the question's tokens to the visual ones; padding, and what stands in it, changes nothing."""
+    language_model = tiny.llava().model.language_model
+    language_model.config._attn_implementation = "eager"
+    vision = looking(checkpoint, layers=layers)
+    rng = torch.Generator().manual_seed(words)
+    features = torch.randn(1, tiny.IMAGE_TOKENS, 64, generator=rng)
+    question = torch.randn(1, 32, 64, generator=rng)
+    asked = (torch.arange(32) >= 32 - words).float()[None]
+    with torch.no_grad():
+        got = vision.attention(features, question, asked)
+        rows = torch.cat([features, question[:, 32 - words :]], dim=1)
+        heads = language_model(inputs_embeds=rows, output_attentions=True).attentions
+    want = torch.stack([heads[layer][0, :, -1, : tiny.IMAGE_TOKENS] for layer in layers]).mean(dim=(0, 1))
+    torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-5)
+    kept = vision.perception(features, question, asked, got)[0].tolist()
+    assert kept == sorted(np.argsort(-want.numpy(), kind="stable")[: len(kept)].tolist())
+
+
+def test_a_lower_temperature_leaves_less_to_saliency(checkpoint: Checkpoint) -> None:
+    features, question, asked = torch.randn(1, 25, 8), torch.randn(1, 3, 8), torch.ones(1, 3)
+    attention = torch.linspace(1.0, 1.2, 25)[None]
+
+    def kept(temperature: float) -> list[int]:
+        return Attention(0.2, temperature=temperature, centre=2.0)(features, question, asked, attention)[0].tolist()
+
+    assert kept(0.001) == [20, 21, 22, 23, 24]
+    assert 12 in kept(1.0)  # the centre
+    nothing = Attention(0.2, centre=2.0, detail=0.0)(features, question, 0 * asked, attention)
+    assert nothing.tolist() == [[7, 11, 12, 13, 17]]  # a cross in the middle
+
+
+def test_the_exported_graph_reads_the_decoders_first_layers(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    sizes = {}
+    for layers in ([0], [0, 1], [2]):
+        module, name = looking(checkpoint, layers=layers), f"vision_{layers[-1]}"
+        with WeightFile(tmp_path) as weights:
+            graph = export(module, name, weights)
+        assert largest_error(module, graph, tmp_path) < TOLERANCE
+        feeds = random_inputs(module)
+        for asked in (feeds["asked"], 0 * feeds["asked"]):
+            with torch.no_grad():
+                want = module(*map(torch.from_numpy, (feeds | {"asked": asked}).values()))
+            got = OrtSession(tmp_path / graph.file).run(feeds | {"asked": asked})
+            np.testing.assert_array_equal(got["kept"], want[1])
+        model = onnx.load(tmp_path / graph.file, load_external_data=False)
+        sizes[layers[-1]] = sum(node.op_type == "MatMul" for node in model.graph.node)
+    assert sizes[0] < sizes[1] < sizes[2]  # the layers behind the last one that is read are no part of the graph
 
 
 @pytest.mark.parametrize(("other", "message"), [(1, ""), (3, "kept agrees with PyTorch in 98.5%")])
