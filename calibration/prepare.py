@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from torch import nn
+
 from calibration.heads import head_moments
 from calibration.keys import key_statistics
 from calibration.samples import Sample
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
-from export.graphs import Decoder
 from export.pipeline import Prepared
 from export.recipe import Recipe
 from export.stages.heads import HeadMoments, Heads
@@ -22,38 +23,41 @@ def prepare(
     samples: Sequence[Sample],
     task: Callable[[str], Callable[[], None]] = lambda what: lambda: None,
 ) -> dict[str, Prepared]:
-    """Merge heads as each recipe wants it, then measure the keys of the decoder that results.
+    """Stretch positions and merge heads as each recipe wants it, then measure the keys of the decoder that results.
 
     Args:
         samples: may be empty if no recipe `needs_samples`.
         task: called with what is about to be measured; what it returns is called once a sample.
     """
-    moments: list[HeadMoments] = []
-    decoders: dict[str, Decoder] = {}  # by the settings that change it
+    checkpoints: dict[str, Checkpoint] = {}  # with each decoder, by the settings that change it
+    moments: dict[str, list[HeadMoments]] = {}
     statistics: dict[str, list[KeyStatistics]] = {}
     prepared = {}
     for name, recipe in recipes.items():
-        heads, note = recipe.heads, ""
+        heads, note, known = recipe.heads, "", None
+        plain = str(recipe.positions)
+        if plain not in checkpoints:
+            model = recipe.positions.stretch(checkpoint.decoder.language_model)
+            checkpoints[plain] = _with(checkpoint, model, checkpoint.decoder.kv_heads)
+        key = f"{plain} {heads}" if heads.merge else plain
         if heads.merge:
-            moments = moments or head_moments(checkpoint, samples, task("comparing KV heads"))
-            note = _note(heads, moments)
-        key, known = str(heads), None
-        if key not in decoders:
-            decoders[key] = _merged(checkpoint.decoder, heads, moments)
+            if plain not in moments:
+                moments[plain] = head_moments(checkpoints[plain], samples, task("comparing KV heads"))
+            note = _note(heads, moments[plain])
+            if key not in checkpoints:
+                folded = heads.fold(checkpoints[plain].decoder.language_model, moments[plain])
+                checkpoints[key] = _with(checkpoint, *folded)
         if recipe.quantize.calibrated:
             if key not in statistics:
-                changed = dataclasses.replace(checkpoint, decoder=decoders[key])
-                statistics[key] = key_statistics(changed, samples, task("calibrating keys"))
+                statistics[key] = key_statistics(checkpoints[key], samples, task("calibrating keys"))
             known = statistics[key]
-        prepared[name] = Prepared(decoders[key], known, note)
+        prepared[name] = Prepared(checkpoints[key].decoder, known, note)
     return prepared
 
 
-def _merged(decoder: Decoder, heads: Heads, moments: Sequence[HeadMoments]) -> Decoder:
-    if not heads.merge:
-        return decoder
-    model, kv_heads = heads.fold(decoder.language_model, moments)
-    return dataclasses.replace(decoder, language_model=model, kv_heads=kv_heads)
+def _with(checkpoint: Checkpoint, language_model: nn.Module, kv_heads: list[int]) -> Checkpoint:
+    decoder = dataclasses.replace(checkpoint.decoder, language_model=language_model, kv_heads=kv_heads)
+    return dataclasses.replace(checkpoint, decoder=decoder)
 
 
 def _note(heads: Heads, moments: Sequence[HeadMoments]) -> str:

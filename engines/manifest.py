@@ -149,6 +149,7 @@ class Level:
     Attributes:
         recipe: the recipe's settings, as read from its TOML file.
         kv_heads: KV heads that each layer caches; the model's, or fewer where heads were merged.
+        max_positions: tokens of prompt and answer together, at most.
         visual_tokens: tokens that the vision graph returns of every image.
         vision: name of the vision graph.
         buckets: shortest first.
@@ -158,6 +159,7 @@ class Level:
 
     recipe: dict[str, Any]
     kv_heads: list[int]
+    max_positions: int
     visual_tokens: int
     vision: str
     buckets: list[Bucket]
@@ -205,7 +207,6 @@ class Model:
     head_dim: int
     hidden_size: int
     vocab_size: int
-    max_positions: int
     image_token_id: int
     image_tokens: int
     bos_token_id: int | None
@@ -215,7 +216,7 @@ class Model:
 
     def __post_init__(self) -> None:
         sizes = ("num_heads", "head_dim", "hidden_size", "vocab_size", "image_tokens")
-        if wrong := [name for name in (*sizes, "max_positions") if getattr(self, name) < 1]:
+        if wrong := [name for name in sizes if getattr(self, name) < 1]:
             raise ValueError(f"{wrong[0]} must be at least 1, got {getattr(self, wrong[0])}")
         _check_heads(self.kv_heads)
         if not 0 <= self.image_token_id < self.vocab_size:
@@ -284,6 +285,8 @@ class Manifest:
                 if level.adaptive.counts[-1] != kept:
                     raise ValueError(f"counts {level.adaptive.counts} of level {name!r} do not end at {kept}")
             _check_heads(level.kv_heads)
+            if level.max_positions < 1:
+                raise ValueError(f"level {name!r} has no positions")
             if len(level.kv_heads) != self.model.num_layers:
                 raise ValueError(
                     f"level {name!r} has KV heads of {len(level.kv_heads)} layers, not of {self.model.num_layers}"

@@ -224,7 +224,7 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
     """
     from export.graphs import State
 
-    limit = checkpoint.max_positions
+    limit = checkpoint.max_positions(recipe.positions.scale)
     if args.buckets:
         lengths = args.buckets
         if too_long := [s for s in lengths if not 1 <= s <= limit]:
@@ -261,6 +261,7 @@ def _check_sizes(recipe: Recipe, checkpoint: Checkpoint, lengths: list[int]) -> 
     from export.graphs import State
     from export.stages.perception import Attention
 
+    limit = checkpoint.max_positions(recipe.positions.scale)
     perception, layers = recipe.perception, checkpoint.decoder.num_layers
     if isinstance(perception, Attention) and max(perception.layers, default=0) >= layers:
         raise UserError(
@@ -268,10 +269,10 @@ def _check_sizes(recipe: Recipe, checkpoint: Checkpoint, lengths: list[int]) -> 
             f"layers 0 to {layers - 1}"
         )
     for state in (State(checkpoint.decoder, recipe, length) for length in lengths):
-        if (slots := max(*state.capacities, state.window)) > checkpoint.max_positions:
+        if (slots := max(*state.capacities, state.window)) > limit:
             raise UserError(
                 f"recipe {recipe.name}: {slots} slots in a layer for prompts of {state.length} tokens, and the model "
-                f"has {checkpoint.max_positions} positions: lower keep, kv_bytes or least"
+                f"has {limit} positions: lower keep, kv_bytes or least"
             )
 
 
@@ -285,7 +286,6 @@ def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
         head_dim=checkpoint.decoder.head_dim,
         hidden_size=checkpoint.decoder.hidden_size,
         vocab_size=text.vocab_size,
-        max_positions=checkpoint.max_positions,
         image_token_id=checkpoint.image_token_id,
         image_tokens=checkpoint.image_tokens,
         bos_token_id=text.bos_token_id,

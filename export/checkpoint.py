@@ -62,13 +62,17 @@ class Checkpoint:
             raise UserError(f"{self.path}: its image processor gives no fixed size; such models are not supported yet")
         return size["height"], size["width"]
 
-    @property
-    def max_positions(self) -> int:
-        """Longest sequence in which every token may look at every earlier one: a sliding window is not built."""
+    def max_positions(self, scale: float = 1.0) -> int:
+        """Longest sequence in which every token may look at every earlier one: a sliding window is not built.
+
+        Args:
+            scale: how many times the positions of the training RoPE reaches.
+        """
         text = self.text_config
         window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
         slides = "sliding_attention" in kinds if kinds else bool(window)
-        return min(text.max_position_embeddings, window) if slides and window else text.max_position_embeddings
+        reach = int(text.max_position_embeddings * scale)
+        return min(reach, window) if slides and window else reach
 
 
 def load(folder: str | Path) -> Checkpoint:

@@ -87,9 +87,10 @@ def plan_levels(
                     shortened=state.shortened,
                 )
             )
+        reach = checkpoint.max_positions(recipe.positions.scale)
         adaptive = recipe.adaptive(checkpoint.image_tokens)
         levels[name] = bundle.Level(
-            recipe.settings(), decoder.kv_heads, tokens, vision, sized, adaptive, recipe.unknown
+            recipe.settings(), decoder.kv_heads, reach, tokens, vision, sized, adaptive, recipe.unknown
         )
     return levels, makers
 

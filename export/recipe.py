@@ -14,6 +14,7 @@ from engines.errors import UserError
 from engines.gate import Fallback, Gate
 from export.stages import budget, importance, merge, modality, perception, quantize, shorten
 from export.stages.heads import Heads
+from export.stages.positions import Positions
 from export.stages.protect import Protect
 from export.stages.stage import Stage
 
@@ -62,6 +63,7 @@ class Recipe:
         unknown: the recipe for images whose question is not known yet, a level of the same bundle; None is this one.
             What a question does not ask for can go once it is known. Before that, importance is a guess.
         perception: visual tokens that enter the language model.
+        positions: how far RoPE reaches.
         heads: KV heads that become one.
         shorten: visual tokens that leave it between two of its layers.
         importance: score of a cached token.
@@ -77,6 +79,7 @@ class Recipe:
     description: str = ""
     unknown: str | None = None
     perception: perception.Methods = field(default_factory=perception.Diversity)
+    positions: Positions = field(default_factory=Positions)
     heads: Heads = field(default_factory=Heads)
     shorten: shorten.Methods = field(default_factory=shorten.Whole)
     importance: importance.Methods = field(default_factory=importance.SnapKV)

@@ -196,14 +196,14 @@ class VLM:
             raise UserError("images must be a list of images")
         if question_later and not images:
             raise UserError("question_later needs an image to compress before the question")
-        ids = self._prompts.ids(prompt, len(images))
+        level, ids = self.bundle.manifest.levels[stats.level], self._prompts.ids(prompt, len(images))
         positions = len(ids) + len(images) * (self.model.image_tokens - 1)
-        if positions >= self.model.max_positions:
+        if positions >= level.max_positions:
             raise UserError(
-                f"the prompt has {positions} tokens, and the model has only {self.model.max_positions} positions: "
+                f"the prompt has {positions} tokens, and this level has only {level.max_positions} positions: "
                 "give fewer images or words"
             )
-        level, text = self.bundle.manifest.levels[stats.level], len(ids) - len(images)
+        text = len(ids) - len(images)
         choose_bucket(text + len(images) * level.least_visual_tokens, text, level)
         with stats.time("images"):
             pixels = [preprocess(image, self._preprocessor) for image in images]
@@ -238,7 +238,7 @@ class VLM:
             if stats.generated_tokens == request.max_new_tokens:
                 stats.stop_reason = "max_new_tokens"
                 break
-            if position == self.model.max_positions:
+            if position == request.level.max_positions:
                 stats.stop_reason = "max_positions"
                 break
             if not self._room(state, bucket, stats):

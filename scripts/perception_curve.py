@@ -70,8 +70,9 @@ class Pruner:
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe):
         self.tokens, self.stage = checkpoint.image_tokens, recipe.perception
         self.vision = Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size, checkpoint.decoder)
-        room = [Bucket(checkpoint.max_positions, [1], 1, 0, "", "", "")]
-        level = Level({}, [1], self.stage.count(self.tokens), "", room, recipe.adaptive(self.tokens))
+        longest = checkpoint.max_positions()
+        room = [Bucket(longest, [1], 1, 0, "", "", "")]
+        level = Level({}, [1], longest, self.stage.count(self.tokens), "", room, recipe.adaptive(self.tokens))
         self.gate = VisualGate(level, self.tokens)
 
     def __call__(self, prompt: Prompt) -> tuple[Prompt, list[int]]:

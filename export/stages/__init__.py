@@ -1,6 +1,6 @@
 """The compression stages, one a file:
 
-perception -> heads -> shorten -> importance -> budget -> modality -> protect -> merge -> quantize.
+perception -> positions -> heads -> shorten -> importance -> budget -> modality -> protect -> merge -> quantize.
 
 The order is part of the method: quantization comes last, so that scores do not see its noise.
 """

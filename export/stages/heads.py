@@ -8,7 +8,6 @@ that are alike are pooled, in clusters, as CHAI does (arXiv 2403.08058); `align`
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.errors import UserError
-from export.stages.stage import Stage
+from export.stages.stage import Stage, twin
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 KNOWN_PARTS = (*PROJECTIONS, "rotary_emb")
@@ -119,8 +118,7 @@ class Heads(Stage):
         counts = [len(layer) for layer in clusters]
         if counts == [len(known.keys) for known in moments]:
             return language_model, counts
-        shared = {id(t): t for t in (*language_model.parameters(), *language_model.buffers())}
-        merged = copy.deepcopy(language_model, shared)
+        merged = twin(language_model)
         for attention, groups, known in zip(_attentions(merged, len(moments)), clusters, moments, strict=True):
             if len(groups) < len(known.keys):
                 self._fold_layer(attention, groups, known)

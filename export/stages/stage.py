@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import ClassVar
 
 from torch import nn
@@ -30,3 +31,8 @@ class Stage(nn.Module):
 
     def __init__(self) -> None:
         """Nothing to do: `__new__` has initialised the module."""
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """A copy that can be changed, all weights shared with the original."""
+    return copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *module.buffers())})

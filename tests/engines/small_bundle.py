@@ -11,7 +11,7 @@ import numpy as np
 from engines.bundle import WEIGHTS, Bucket, Embedding, Graph, Level, Manifest, Model, Plan, TensorSpec, seal, writing
 
 TABLE = np.arange(24, dtype=np.float32).reshape(6, 4)
-MODEL = Model("toy", 2, [2, 1], 4, 4, 6, 100, 5, 9, None, [2, 3], Embedding(16, "float32", [6, 4]))
+MODEL = Model("toy", 2, [2, 1], 4, 4, 6, 5, 9, None, [2, 3], Embedding(16, "float32", [6, 4]))
 
 
 def specs(**shapes: list[int]) -> list[TensorSpec]:
@@ -41,7 +41,7 @@ def manifest(**changes: Any) -> Manifest:
         Bucket(8, [4, 5], 4, 2, "prefill", "decode", "compact"),
         Bucket(8, [4, 5], 4, 4, "prefill", "decode", ""),
     ]
-    levels = {"light": Level({"window": {"size": 4}, "bits": [8, None]}, [2, 1], 3, "vision", buckets)}
+    levels = {"light": Level({"window": {"size": 4}, "bits": [8, None]}, [2, 1], 100, 3, "vision", buckets)}
     plans = [Plan("decode", "decode.plan", "trt-rtx", "1.7", ["sm_86"])]
     return dataclasses.replace(
         Manifest(MODEL, levels, "light", graphs(), plans, {"ort": "built"}, {"onnx": "1"}), **changes

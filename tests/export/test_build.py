@@ -160,8 +160,9 @@ def test_a_sliding_window_bounds_the_prompt(tiny_path: Path, copy: Path) -> None
     config = json.loads((copy / "config.json").read_text())
     config["text_config"] |= {"model_type": "mistral", "sliding_window": 80}
     (copy / "config.json").write_text(json.dumps(config))
-    assert checkpoints.load(copy).max_positions == 80
-    assert checkpoints.load(tiny_path).max_positions == tiny.POSITIONS
+    assert checkpoints.load(copy).max_positions() == 80
+    assert checkpoints.load(copy).max_positions(scale=2.0) == 80  # RoPE may reach further, the window does not
+    assert checkpoints.load(tiny_path).max_positions() == tiny.POSITIONS
 
 
 @pytest.mark.parametrize("prompt", [None, 3, "what is in this <image> ?"])

@@ -24,7 +24,7 @@ BUCKETS = [Bucket(40, [4], 8, 2, "p", "d", "c"), Bucket(60, [4], 8, 2, "p", "d",
 
 def visual_gate(adaptive: Adaptive | None) -> VisualGate:
     """Of a model with 10 tokens an image."""
-    return VisualGate(Level({}, [1], adaptive.counts[-1] if adaptive else 7, "v", BUCKETS, adaptive), 10)
+    return VisualGate(Level({}, [1], 99, adaptive.counts[-1] if adaptive else 7, "v", BUCKETS, adaptive), 10)
 
 
 def seen(*curves: list[float], entropy: float = 1.0) -> list[dict[str, np.ndarray]]:
@@ -134,7 +134,7 @@ def test_a_quota_shrinks_the_images_to_the_room_of_the_longest_bucket() -> None:
 
 def test_the_room_is_that_of_prompts_that_the_level_can_shorten() -> None:
     short = [dataclasses.replace(bucket, shortened=Shortened(36, 30)) for bucket in BUCKETS]
-    chooser = VisualGate(Level({}, [1], 10, "v", short, Adaptive([10], quota=1.0)), 10)
+    chooser = VisualGate(Level({}, [1], 99, 10, "v", short, Adaptive([10], quota=1.0)), 10)
     assert chooser.counts(seen(SLOW, SLOW, SLOW), 30) == [10, 10, 10]
     assert chooser.counts(seen(SLOW, SLOW, SLOW), 31) == [2, 2, 1]  # 36: no longer prompt with so much text
 

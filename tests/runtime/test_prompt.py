@@ -27,7 +27,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-vlm"
 def model(**changes: Any) -> Model:
     values: dict[str, Any] = {
         "model_type": "llava", "num_heads": 1, "kv_heads": [1], "head_dim": 1, "hidden_size": 1,
-        "vocab_size": 128, "max_positions": 1024, "image_token_id": 4, "image_tokens": 64, "bos_token_id": 1,
+        "vocab_size": 128, "image_token_id": 4, "image_tokens": 64, "bos_token_id": 1,
         "eos_token_ids": [2],
     }  # fmt: skip
     values |= changes
@@ -246,7 +246,7 @@ def test_question_is_the_last_tokens_padded_on_the_left(ids: list[int], rows: li
 
 def test_bucket_choice_does_not_trust_the_order() -> None:
     buckets = [Bucket(length, [1], 2, 1, "p", "d", "") for length in (64, 16, 32)]
-    level = Level({}, [1], 4, "v", buckets)
+    level = Level({}, [1], 99, 4, "v", buckets)
     assert [choose_bucket(n, n, level).length for n in (1, 16, 17, 33, 64)] == [16, 16, 32, 64, 64]
     with pytest.raises(UserError, match=r"65 tokens.*longest bucket's 64.*--buckets 65"):
         choose_bucket(65, 65, level)
@@ -255,7 +255,7 @@ def test_bucket_choice_does_not_trust_the_order() -> None:
 def test_a_prompt_with_more_text_than_can_be_kept_moves_on_or_is_refused() -> None:
     short = {32: Shortened(16, 12), 64: Shortened(40, 30)}
     buckets = [Bucket(length, [1], 2, 1, "p", "d", "", short[length]) for length in short]
-    level = Level({}, [1], 4, "v", buckets)
+    level = Level({}, [1], 99, 4, "v", buckets)
     # (tokens, text) -> length: no more tokens than S' always fit, and of longer prompts those with little text
     cases = {(16, 16): 32, (17, 12): 32, (17, 13): 64, (32, 12): 32, (40, 40): 64, (64, 30): 64}
     assert {case: choose_bucket(*case, level).length for case in cases} == cases

@@ -369,11 +369,11 @@ def build(out: Path, unknown: str | None = None) -> Path:
                         graphs[name] = make(bucket).save(folder / f"{name}.onnx", kind)
                 buckets.append(bucket)
             later = unknown if level == "tight" else None
-            levels[level] = Level({"name": level}, KV_HEADS, kept, vision, buckets, unknown=later)
+            levels[level] = Level({"name": level}, KV_HEADS, POSITIONS, kept, vision, buckets, unknown=later)
         graphs["vision_all"] = _vision(IMAGE_TOKENS, adaptive=True).save(folder / "vision_all.onnx", "vision")
         for level, adaptive in ADAPTIVE.items():
             levels[level] = Level(
-                {"name": level}, KV_HEADS, IMAGE_TOKENS, "vision_all", levels["tight"].buckets, adaptive
+                {"name": level}, KV_HEADS, POSITIONS, IMAGE_TOKENS, "vision_all", levels["tight"].buckets, adaptive
             )
         table = WEIGHTS["embedding"]
         (folder / bundle.WEIGHTS).write_bytes(bytes(EMBEDDING_OFFSET) + table.tobytes())
@@ -391,7 +391,6 @@ def build(out: Path, unknown: str | None = None) -> Path:
             head_dim=HEAD_DIM,
             hidden_size=HIDDEN,
             vocab_size=VOCABULARY,
-            max_positions=POSITIONS,
             image_token_id=IMAGE,
             image_tokens=IMAGE_TOKENS,
             bos_token_id=1,

@@ -204,7 +204,7 @@ def test_what_was_found_is_said(checkpoint: Checkpoint) -> None:
     tasks: list[str] = []
     prepared = prepare(checkpoint, recipes, known, lambda what: (tasks.append(what), lambda: None)[1])  # type: ignore[func-returns-value]
     assert tasks == ["comparing KV heads"]  # once, whatever is made of it
-    assert prepared["off"].decoder is checkpoint.decoder
+    assert prepared["off"].decoder.language_model is checkpoint.decoder.language_model
     assert prepared["off"].note == ""
     assert prepared["some"].note == (
         "11 of 12 KV heads are left: the two most alike have a cosine of 1.00, the threshold is 0.99"
