@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from accuracy_curve import BATCH, DEMO, MAX_NEW_TOKENS, NOTHING, Evaluator, numbers, recipe_of
+from accuracy_curve import BATCH, Evaluator, recipe_of
 from calibration.evaluate import Eager, Prompt
+from curve import DEMO, MAX_NEW_TOKENS, NOTHING, numbers
 from demo_vlm import suites as held_out
 from engines.bundle import Bucket, Level
 from engines.config import parse

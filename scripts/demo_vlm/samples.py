@@ -1,6 +1,7 @@
 """Write the calibration prompts: 64 prompts of one, two, four and eight images from the training side.
 
     python -m demo_vlm.samples models/demo-vlm/samples          (run in scripts/)
+    python -m demo_vlm.samples build/pages --pages              of four pages each, for what is to read pages
 
 easy-VQA training images and fresh pages of a seed that neither training nor a held-out suite uses.
 `samples.jsonl` holds one object a line, {"images": ["a.png", ...], "prompt": ..., "answer": ...}, its images beside it.
@@ -15,7 +16,8 @@ from PIL import Image
 from demo_vlm.data import Kind, Source, load_easy_vqa
 
 SEED = 80_001
-CONTEXTS: tuple[tuple[int, dict[Kind, float], int, int], ...] = (
+Contexts = tuple[tuple[int, dict[Kind, float], int, int], ...]
+CONTEXTS: Contexts = (
     # images, tasks, questions, contexts
     (1, {"page": 1}, 2, 5),
     (1, {"easy": 1}, 1, 6),
@@ -24,15 +26,16 @@ CONTEXTS: tuple[tuple[int, dict[Kind, float], int, int], ...] = (
     (4, {"easy": 1, "page": 1}, 5, 2),
     (8, {"easy": 1, "page": 1}, 6, 2),
 )
+PAGES: Contexts = ((4, {"page": 1}, 2, 32),)
 
 
-def write_samples(folder: Path) -> int:
+def write_samples(folder: Path, kinds: Contexts = CONTEXTS) -> int:
     """Write the prompts and their images into `folder`; the number of prompts."""
     folder.mkdir(parents=True, exist_ok=True)
     source = Source(load_easy_vqa("train"), SEED)
     lines: list[str] = []
     drawn = 0
-    for images, mix, questions, contexts in CONTEXTS:
+    for images, mix, questions, contexts in kinds:
         for _ in range(contexts):
             context = source.context(images, mix, questions)
             names = [f"{drawn + k:03}.png" for k in range(images)]
@@ -50,7 +53,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to write, e.g. models/demo-vlm/samples")
-    print(f"{write_samples(parser.parse_args().folder)} prompts")
+    parser.add_argument("--pages", action="store_true", help="64 prompts of four pages")
+    arguments = parser.parse_args()
+    print(f"{write_samples(arguments.folder, PAGES if arguments.pages else CONTEXTS)} prompts")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from export.stages.importance.random import Random
 from export.stages.importance.signals import Signals
 from export.stages.importance.snapkv import SnapKV
 from export.stages.importance.streaming_llm import StreamingLLM
+from export.stages.importance.uniform import Uniform
 from export.stages.importance.value_norm import ValueNorm
 from export.stages.importance.vl_cache import VLCache
 
@@ -26,4 +27,5 @@ Methods = (
     | ValueNorm
     | StreamingLLM
     | Random
+    | Uniform
 )

@@ -19,6 +19,7 @@ from export.stages.importance import (
     Signals,
     SnapKV,
     StreamingLLM,
+    Uniform,
     ValueNorm,
     VLCache,
 )
@@ -150,6 +151,18 @@ def test_random_is_fair() -> None:
     assert abs(kept.mean(axis=0) - 0.25).max() < 4.5 * (0.25 * 0.75 / len(kept)) ** 0.5
     pairs = (kept[:, 1:] & kept[:, :-1]).mean()
     assert abs(pairs - 24 * 23 / (96 * 95)) < 0.005
+
+
+@given(count=st.integers(2, 600), share=st.floats(0.02, 0.98))
+def test_uniform_keeps_the_first_token_and_spreads_the_others(count: int, share: float) -> None:
+    """By the three-gap theorem; no gap is longer than the golden section's worst, 2.62 times the mean, and a token."""
+    tokens = tokens_of(torch.zeros(1, 2, count, 4), torch.zeros(1, 2, count, 4))
+    kept = max(1, round(share * count))
+    places = [*np.flatnonzero(_best(Uniform()(tokens, 0.5)[0], kept)[0]).tolist(), count]
+    gaps = np.diff(places)
+    assert places[0] == 0
+    assert len(set(gaps[:-1].tolist())) <= 3
+    assert gaps.max() <= 2.62 * count / kept + 1
 
 
 def _best(score: torch.Tensor, count: int) -> np.ndarray:

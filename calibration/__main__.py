@@ -1,0 +1,62 @@
+"""python -m calibration sensitivity CHECKPOINT: which layers need their tokens, and a recipe's [budget] by it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engines.errors import Parser, command, positive
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(prog="python -m calibration", description="Fit compression to a checkpoint.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    sensitivity = commands.add_parser(
+        "sensitivity", help="measure what each layer needs, and share out the slots by it"
+    )
+    sensitivity.set_defaults(run=_sensitivity)
+    sensitivity.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
+    sensitivity.add_argument("--samples", type=Path, help="folder with samples.jsonl (default: CHECKPOINT/samples)")
+    sensitivity.add_argument("--recipe", default="balanced", help="its stages choose the tokens (default: balanced)")
+    sensitivity.add_argument("--keep", type=_share, default=0.1, help="mean share of the tokens (default: 0.1)")
+    sensitivity.add_argument("--least", type=_share, default=0.0, help="share of every layer, at least")
+    sensitivity.add_argument("--later", action="store_true", help="the question comes after the compression")
+    sensitivity.add_argument("--limit", type=positive, metavar="N", help="measure on the first N samples only")
+    arguments = parser.parse_args(argv)
+    arguments.run(arguments)
+
+
+def _share(text: str) -> float:
+    if not 0 <= (share := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {text}")
+    return share
+
+
+def _sensitivity(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from calibration import samples, sensitivity
+    from export import checkpoint as checkpoints
+    from export import recipe as recipes
+
+    recipe = recipes.load(arguments.recipe, arguments.checkpoint)
+    chosen = samples.read(arguments.samples or arguments.checkpoint / "samples")[: arguments.limit]
+    checkpoint = checkpoints.load(arguments.checkpoint)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("samples", total=len(chosen))
+        losses = sensitivity.measure(checkpoint, recipe, chosen, arguments.later, progress=lambda: bar.advance(task))
+    shares = sensitivity.allocate(losses, sensitivity.RATIOS, arguments.keep, arguments.least)
+    print(f"loss, nats an answer, of a layer that keeps a share of its tokens; {len(chosen)} samples")
+    print("layer " + "".join(f"{ratio:8.1%}" for ratio in sensitivity.RATIOS))
+    for layer, row in enumerate(losses):
+        print(f"{layer:5} " + "".join(f"{loss:8.3f}" for loss in row))
+    print(f'\n[budget]\nmethod = "measured"\nkeep = {arguments.keep}')
+    print(f"shares = [{', '.join(f'{share:.4f}' for share in shares)}]")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
