@@ -58,6 +58,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"method": "kivi", "bits": 4, "rotate": True, "scales": "float32"},
     ],
     "shorten": [
+        *({"method": "fastv", "keep": 0.7, "by": by} for by in ("diversity", "coverage", "random", "uniform")),
         {"method": "tome", "layer": 0, "rates": [0.1, 0.2], "weigh": "count"},
         {"method": "tome", "rates": [0.1, 0.2], "video": True},
     ],

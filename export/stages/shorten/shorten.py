@@ -76,5 +76,6 @@ def take(tensor: Tensor, index: Tensor) -> Tensor:
 
 def top(score: Tensor, count: int) -> Tensor:
     """The `count` highest of `score` [batch, rows], of equal ones the first: ascending indices [batch, count]."""
-    row, place = score[:, None, :, None], torch.zeros(score[:, None].shape, dtype=torch.int32)
-    return torch.ops.unicache.topk_gather(score[:, None], row, row, place, score[:, None], count)[-1][:, 0]
+    mine = score[:, None]
+    row, place = mine[..., None], mine.int()  # what is gathered does not matter, only where it lay
+    return torch.ops.unicache.topk_gather(mine, row, row, place, mine, count)[-1][:, 0]

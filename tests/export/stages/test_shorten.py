@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import runtime
 from calibration.evaluate import Prompt as Plain
 from engines.errors import UserError
+from export import recipe as recipes
 from export.checkpoint import Checkpoint
 from export.graphs import Prefill, State
 from export.stages.shorten import FastV
@@ -20,6 +24,7 @@ from export.stages.shorten.shorten import Rows
 from export.stages.tokens import PADDING, TEXT, VISUAL
 from export.to_onnx import example
 from tests.export import tiny
+from tests.export.conftest import build, once
 from tests.export.stages.shortening import by_hand, rows
 from tests.export.tiny import Driver, Prompt, greedy
 
@@ -95,8 +100,8 @@ HALF: dict[str, dict[str, Any]] = {"fastv": {"layer": 1, "keep": 0.6}, "tome": {
 @pytest.mark.parametrize("method", HALF)
 def test_dropping_nothing_is_off_to_the_bit(checkpoint: Checkpoint, prompt: Prompt, method: str) -> None:
     nothing: dict[str, Any] = {"keep": 1.0} if method == "fastv" else {"rates": [0.0]}
-    recipes = tiny.recipe(), tiny.recipe(shorten={"method": method, **nothing})
-    runs = [Driver(checkpoint.decoder, recipe, LENGTH) for recipe in recipes]
+    both = tiny.recipe(), tiny.recipe(shorten={"method": method, **nothing})
+    runs = [Driver(checkpoint.decoder, recipe, LENGTH) for recipe in both]
     off, same = (greedy(driver, checkpoint, [prompt], STEPS)[1] for driver in runs)
     assert torch.equal(off, same)
     # And where the bucket is shortened, a prompt that is short enough loses nothing.
@@ -144,6 +149,7 @@ def test_stores_have_no_more_slots_than_their_layer_has_tokens(checkpoint: Check
         ({"method": "fastv", "keep": 0.0}, "keep must be in"),
         ({"method": "fastv", "keep": 1.5}, "keep must be in"),
         ({"method": "fastv", "queries": 0}, "queries must be at least 1"),
+        ({"method": "fastv", "by": "dart"}, "'dart' is none of 'attention', 'diversity', 'coverage'"),
         ({"method": "tome", "rates": []}, "rates must be one or two"),
         ({"method": "tome", "rates": [0.5]}, "each from 0 to below 0.5"),
         ({"method": "tome", "rates": [0.1, 0.1, 0.1]}, "rates must be one or two"),
@@ -198,3 +204,102 @@ def test_fastv_keeps_the_most_looked_at(prompt: Rows, keep: float) -> None:
         assert got.index[item].tolist() == want
         for field in dataclasses.fields(Rows):
             assert torch.equal(getattr(got, field.name)[item], getattr(prompt, field.name)[item, want])
+
+
+def farthest_first(states: np.ndarray) -> list[int]:
+    """Places of visual tokens, the first one first, then always the one farthest from those before it."""
+    unit = states / np.linalg.norm(states, axis=1, keepdims=True)
+    distance = np.minimum(np.round(1 - unit @ unit.T, 5), 1)  # a right angle is as far as any
+    order = [0]
+    while len(order) < len(states):
+        rest = [i for i in range(len(states)) if i not in order]
+        order.append(max(rest, key=lambda i: (min(distance[i, j] for j in order), -i)))
+    return order
+
+
+@given(rows(), st.floats(0.2, 0.9), st.sampled_from(["diversity", "random", "uniform"]))
+def test_a_selector_ranks_the_visual_tokens(
+    prompt: Rows, keep: float, by: Literal["diversity", "random", "uniform"]
+) -> None:
+    batch, length = prompt.kinds.shape
+    stage = FastV(keep=keep, by=by)
+    count = stage.lengths(length)[-1]
+    if int(prompt.fixed.sum(1).max()) > count:
+        return  # the runtime refuses it
+    got = stage(prompt)
+    for item in range(batch):
+        visual = [i for i in range(length) if prompt.kinds[item, i] == VISUAL and not prompt.fixed[item, i]]
+        fixed = [i for i in range(length) if prompt.fixed[item, i] and prompt.kinds[item, i] != PADDING]
+        if by == "diversity":
+            ranked = [visual[i] for i in farthest_first(prompt.hidden[item, visual].double().numpy())] if visual else []
+        elif by == "random":
+            ranked = [i for i in np.random.default_rng(0).permutation(length).tolist() if i in visual]
+        else:
+            bits = (length - 1).bit_length()
+            ranked = [i for i in sorted(range(length), key=lambda i: f"{i:0{bits}b}"[::-1]) if i in visual]
+        kept = [i for i in got.index[item].tolist() if prompt.kinds[item, i] != PADDING]
+        assert kept == sorted(fixed + ranked[: max(0, count - len(fixed))])
+
+
+def test_coverage_takes_the_last_text_for_the_question() -> None:
+    """Of two clusters of equal size, the token kept is of the one that the prompt ends with."""
+    generator = torch.Generator().manual_seed(0)
+    clusters = torch.eye(4)[[0] * 4 + [1] * 4] + 0.01 * torch.randn(8, 4, generator=generator)
+    kinds = torch.tensor([[TEXT] + [VISUAL] * 8 + [TEXT] * 2], dtype=torch.int32)
+    for asked, cluster in ((0, range(1, 5)), (1, range(5, 9))):
+        hidden = torch.cat([torch.eye(4)[2:3], clusters, torch.eye(4)[[asked, asked]]])[None]
+        zeros = torch.zeros(1, 11)
+        stage = FastV(keep=4 / 11, by="coverage")
+        kept = stage(Rows(hidden, torch.arange(11)[None], kinds, zeros, zeros, kinds, kinds == TEXT)).index[0].tolist()
+        assert next(i for i in kept if i in range(1, 9)) in cluster
+
+
+@pytest.fixture(scope="module")
+def bundle_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Path:
+    """Two levels with buckets of 32 and 64 tokens."""
+
+    def make(out: Path) -> None:
+        names = {"fastv": "layer = 1\nkeep = 0.5", "tome": "layer = 1\nrates = [0.2, 0.25]\nvideo = true"}
+        files = []
+        for name, knobs in names.items():
+            files.append(out.with_name(f"{name}.toml"))
+            files[-1].write_text(
+                f'[shorten]\nmethod = "{name}"\n{knobs}\n[quantize]\nmethod = "float32"\n'
+                '[window]\nleast = 8\nmost = 8\ndtype = "float32"\n'
+            )
+        levels = [argument for file in files for argument in ("--recipe", file)]
+        build(tiny_path, "--out", out, *levels, "--buckets", 32, 64, "--jobs", 1)
+
+    return once(tmp_path_factory, "shorten-bundle", make)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", HALF)
+def test_a_built_bundle_answers_as_the_evaluator(bundle_path: Path, checkpoint: Checkpoint, level: str) -> None:
+    vlm = runtime.open(bundle_path, level=level, threads=1)
+    recipe = recipes.load(str(bundle_path.with_name(f"{level}.toml")))
+    pictures = [tiny.picture(0), tiny.picture(1)]
+    question = "what color is the shape ?"
+    result = vlm.generate(question, pictures, STEPS, ignore_eos=True)
+    driver = Driver(checkpoint.decoder, recipe, LENGTH)
+    tokens, _ = greedy(driver, checkpoint, [Prompt(checkpoint, question, pictures)], STEPS)
+    assert result.tokens == tokens[0].tolist()
+    assert result.stats.bucket == LENGTH
+    assert result.stats.kv_bytes == sum(spec.nbytes for spec in driver.state.specs().values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", HALF)
+def test_too_much_text_moves_to_a_longer_bucket_or_is_refused(bundle_path: Path, level: str) -> None:
+    vlm = runtime.open(bundle_path, level=level, threads=1)
+
+    def bucket(words: int) -> int:
+        """Of a prompt of one image and so many words."""
+        return vlm.generate("red " * words, [tiny.picture(0)], 1, ignore_eos=True).stats.bucket
+
+    assert bucket(1) == 32
+    assert bucket(8) == 64  # 32 tokens, 16 of them text
+    vlm = runtime.open(bundle_path, level=level, threads=1)
+    with pytest.raises(UserError, match="give fewer words"):
+        bucket(30)
+    assert not vlm._sessions  # nothing has run
