@@ -55,6 +55,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"method": "int8", "rotate": True, "center": False},
         {"method": "int4", "group": 7, "rotate": True},
         {"method": "kivi", "bits": 3, "group": 8},
+        {"method": "turboquant", "bits": 2, "group": 6},
         {"method": "kivi", "bits": 4, "rotate": True, "scales": "float32"},
     ],
     "shorten": [

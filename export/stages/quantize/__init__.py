@@ -8,5 +8,6 @@ from export.stages.quantize.kivi import Kivi
 from export.stages.quantize.mixed import Mixed
 from export.stages.quantize.per_head import PerHead
 from export.stages.quantize.per_token import PerToken
+from export.stages.quantize.turboquant import TurboQuant
 
-Methods = Int8 | PerHead | PerToken | K8V4 | Mixed | Int4 | Kivi | Float16 | Float32
+Methods = Int8 | PerHead | PerToken | K8V4 | Mixed | Int4 | Kivi | TurboQuant | Float16 | Float32

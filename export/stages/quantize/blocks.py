@@ -12,6 +12,11 @@ from export.packing import pack, packed_size, spread, unpack
 from export.stages.quantize.quantize import Specs
 
 SMALLEST = 1e-6  # scale of a block of zeros
+STEP = {
+    2: 0.9957,
+    3: 0.5860,
+    4: 0.3352,
+}  # of the uniform quantizer with the least error of normal numbers of variance 1
 BEYOND = 1e30  # larger than any number of a row, and finite
 
 
@@ -24,11 +29,16 @@ class Blocks:
     round((x - low) / scale), one of 2^bits levels, with the scale (largest - low) / (2^bits - 1). Scales are rounded to
     their dtype first: rows are divided by what will multiply them. Empty slots have no part in a scale.
 
+    With `normal`, numbers are taken as drawn from a normal distribution: x becomes floor(x / step), clamped to the
+    2^bits codes, and level = code + 1/2. The step is the best one for the block's root mean square; the scale then is
+    that which fits the levels best, sum(x level) / sum(level^2): restored rows have it again.
+
     Attributes:
         bits: of a code: 8, 4, 3 or 2.
         tokens, channels: at most so many share a scale: n tokens make ceil(n / tokens) blocks, as equal as they go.
             None: all of them do. A scale of all tokens is static: calibrated, and a constant of the graph.
         offset: whether blocks store their smallest number.
+        normal: whether the step is that of normal numbers.
         scales: dtype of scales and smallest numbers.
     """
 
@@ -36,6 +46,7 @@ class Blocks:
     tokens: int | None
     channels: int | None
     offset: bool = False
+    normal: bool = False
     scales: str = "float16"
 
     @property
@@ -80,6 +91,8 @@ class Blocks:
             codes = level.clamp(0, 2**self.bits - 1) - 2 ** (self.bits - 1)
             return {f"{name}_store": pack(codes, self.bits), f"{name}_scale": scale, f"{name}_low": low}
         rows = torch.where(real, rows, 0.0)
+        if self.normal:
+            return self._normal(name, rows, real)
         store = {}
         if scale is None:
             scale = _blocks(rows.abs(), grid, 0.0).amax(dim=(3, 5)) / self.qmax
@@ -94,8 +107,24 @@ class Blocks:
         slots = codes.shape[2]
         if self.offset:
             codes = codes + 2 ** (self.bits - 1)
+        if self.normal:
+            codes = codes + 0.5
         rows = codes * spread(scale.float(), slots, head_dim)
         return rows + spread(store[f"{name}_low"].float(), slots, head_dim) if self.offset else rows
+
+    def _normal(self, name: str, rows: Tensor, real: Tensor) -> dict[str, Tensor]:
+        grid = self._grid(*rows.shape[2:])
+
+        def total(numbers: Tensor) -> Tensor:
+            return _blocks(numbers, grid, 0.0).sum(dim=(3, 5))
+
+        real = real.to(rows.dtype).expand(rows.shape)
+        step = STEP[self.bits] * (total(rows * rows) / total(real).clamp(min=1)).sqrt()
+        ratio = rows / spread(step.clamp(min=SMALLEST), *rows.shape[2:])
+        codes = ratio.floor().clamp(-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1)
+        level = (codes + 0.5) * real
+        scale = total(rows * level) / total(level * level).clamp(min=0.25)
+        return {f"{name}_store": pack(codes, self.bits), f"{name}_scale": scale.to(getattr(torch, self.scales))}
 
     def _grid(self, slots: int, head_dim: int) -> list[int]:
         """Numbers of blocks along tokens and channels."""

@@ -117,7 +117,9 @@ class Blockwise(Quantize):
     @property
     def by_operator(self) -> bool:
         """Whether `QuantKVAttention` reads the store as it is: symmetric codes of 8 or 4 bits."""
-        return all(blocks.bits in (8, 4) and not blocks.offset for blocks in (self.keys, self.values))
+        return all(
+            blocks.bits in (8, 4) and not blocks.offset and not blocks.normal for blocks in (self.keys, self.values)
+        )
 
     def _static(self, name: str) -> Tensor | None:
         return getattr(self, f"{name}_scale", None)

@@ -38,7 +38,7 @@ def blocks_of(size: int, each: int | None) -> list[slice]:
 
 def restored(
     packed: np.ndarray, scale: np.ndarray, low: np.ndarray | None, bits: int, tokens: int | None, channels: int | None,
-    head_dim: int,
+    head_dim: int, normal: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Rows of one head: packed [slots, bytes], scale and low [blocks, blocks] -> [slots, head_dim]."""
     levels = np.array([codes_of(row, bits, head_dim) for row in packed]).astype(np.float64)
@@ -47,7 +47,7 @@ def restored(
         for j, some_channels in enumerate(blocks_of(head_dim, channels)):
             block = levels[some_tokens, some_channels]
             if low is None:
-                rows[some_tokens, some_channels] = (block - 2 ** (bits - 1)) * float(scale[i, j])
+                rows[some_tokens, some_channels] = (block - 2 ** (bits - 1) + normal / 2) * float(scale[i, j])
             else:
                 rows[some_tokens, some_channels] = block * float(scale[i, j]) + float(low[i, j])
     return rows

@@ -122,7 +122,9 @@ def test_a_round_trip_is_the_formula(knobs: dict, keys: Rows, values: Rows, toke
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"method": "float16"}, {"method": "float32"}, *(knobs for knobs, *_ in BLOCKS)], ids=str
+    "knobs",
+    [{"method": "float16"}, {"method": "float32"}, {"method": "turboquant"}, *(knobs for knobs, *_ in BLOCKS)],
+    ids=str,
 )
 @settings(max_examples=12)
 @given(tokens=stored())
@@ -208,6 +210,57 @@ def test_keys_drift_by_half_a_step_a_compaction_at_most(knobs: dict) -> None:
             torch.cat([x[:, :, 6:], rows[:, :, first + slots : first + slots + 6]], dim=2) for x in (got_key, got_value)
         )
         allowed = np.concatenate([allowed[6:], np.zeros((6, 32))])
+
+
+@settings(max_examples=12)
+@given(tokens=stored(), bits=st.sampled_from([2, 3, 4]), group=st.sampled_from([16, 128]))
+def test_turboquant_fits_a_scale_to_the_levels_of_normal_numbers(tokens: Tokens, bits: int, group: int) -> None:
+    stage = stage_of({"method": "turboquant", "bits": bits, "group": group})
+    head_dim = tokens.key.shape[-1]
+    store, matrix = stage.quantize(tokens), quantized.hadamard(head_dim)
+    for name, got in zip(("key", "value"), stage.restore(store, head_dim), strict=True):
+        for b, h in np.ndindex(*got.shape[:2]):
+            packed, scale = store[f"{name}_store"][b, h].numpy(), store[f"{name}_scale"][b, h].float().numpy()
+            rows = quantized.restored(packed, scale, None, bits, 1, group, head_dim, normal=True)
+            size = max(float(np.abs(rows).max()), 1e-6)
+            np.testing.assert_allclose(got[b, h].double().numpy(), rows @ matrix, atol=1e-5 * size, rtol=1e-4)
+            wanted = getattr(tokens, name)[b, h].double().numpy() @ matrix
+            for slot in tokens.real[b, h].nonzero()[:, 0].tolist():
+                for j, block in enumerate(quantized.blocks_of(head_dim, group)):
+                    x = wanted[slot, block]
+                    levels = quantized.codes_of(packed[slot], bits, head_dim)[block] - 2 ** (bits - 1) + 0.5
+                    fitted = float(x @ levels / (levels @ levels))
+                    assert scale[slot, j] == pytest.approx(fitted, rel=1e-3, abs=1e-6)
+                    position = x / max({2: 0.9957, 3: 0.5860, 4: 0.3352}[bits] * np.sqrt(np.mean(x * x)), 1e-6)
+                    nearest = np.clip(np.floor(position), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 0.5
+                    tie = np.abs(position - np.round(position)) < 1e-3
+                    assert ((levels == nearest) | tie).all()
+
+
+@pytest.mark.parametrize(("bits", "error"), [(2, 0.1188), (3, 0.03744), (4, 0.01154)])
+def test_turboquant_errs_as_the_best_uniform_quantizer_of_normal_numbers(bits: int, error: float) -> None:
+    """The errors of Max (Quantizing for minimum distortion, 1960); the fitted scale can only be better."""
+    rng = np.random.default_rng(0)
+    rows = tensor((rng.standard_normal((1, 1, 500, 128)) * rng.choice([0.1, 1, 30], (1, 1, 500, 1))).astype(np.float32))
+    stage = stage_of({"method": "turboquant", "bits": bits})
+    got = stage.restore(stage.quantize(tokens_of(rows, rows)), 128)[1]
+    relative = float(((got - rows).square().sum(-1) / rows.square().sum(-1)).mean())
+    assert 0.93 * error < relative < 1.02 * error
+
+
+@settings(max_examples=12)
+@given(tokens=stored(), bits=st.sampled_from([2, 3, 4]), rotated=st.booleans())
+def test_turboquant_stores_what_it_restored_alike(tokens: Tokens, bits: int, rotated: bool) -> None:
+    stage = stage_of({"method": "turboquant", "bits": bits, "rotate": rotated})
+    head_dim = tokens.key.shape[-1]
+    first = again = stage.quantize(tokens)
+    for _ in range(4):
+        again = stage.quantize(tokens_of(*stage.restore(again, head_dim)))
+    for was, now, real in zip(
+        stage.restore(first, head_dim), stage.restore(again, head_dim), [tokens.real] * 2, strict=True
+    ):
+        size = float((was.abs() * real[..., None]).max())
+        torch.testing.assert_close(now[real], was[real], atol=2e-3 * size, rtol=0)
 
 
 def mixed_in_loops(tokens: Tokens, share: float) -> np.ndarray:
