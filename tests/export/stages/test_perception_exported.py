@@ -14,11 +14,13 @@ import torch
 import runtime
 from engines.bundle import Adaptive
 from engines.errors import UserError
+from engines.gate import Fallback
 from engines.ort import OrtSession
 from export.checkpoint import Checkpoint
 from export.graphs import Vision
 from export.pipeline import Prepared, plan_levels
-from export.stages.perception import Attention, Coverage
+from export.stages.perception import Attention, Coverage, Diversity
+from export.stages.perception.adaptive import coverage
 from export.to_onnx import WeightFile, export
 from export.verify import TOLERANCE, _largest_difference, largest_error, random_inputs
 from runtime import backends
@@ -244,3 +246,38 @@ def test_a_built_bundle_answers_and_the_question_chooses(
         assert [each.tolist() for each in seen] == kept[-1]
     assert kept[0] == kept[1] == kept[2] if later else all(kept[i] != kept[i - 1] for i in range(3))
     assert len(vlm.generate(QUESTIONS[0], max_new_tokens=3, ignore_eos=True).tokens) == 3  # and without an image
+
+
+@pytest.mark.slow
+def test_a_built_adaptive_bundle_shares_its_tokens_out(
+    tmp_path_factory: pytest.TempPathFactory, tiny_path: Path, checkpoint: Checkpoint
+) -> None:
+    text = "buckets = [0.25, 0.5]\ncoverage = 0.7\nquota = 0.5\nfloor = 2\n"
+
+    def make(out: Path) -> None:
+        recipe = out.with_name("adaptive.toml")
+        recipe.write_text(f"[perception]\n{text}[fallback]\nsimple = 1.0\ncomplex = 2.0\n")
+        build(tiny_path, "--out", out, "--recipe", recipe, "--images", 2, "--text-tokens", 8, "--jobs", 1)
+
+    vlm = runtime.open(once(tmp_path_factory, "adaptive-bundle", make), threads=1)
+    level = vlm.bundle.manifest.levels["adaptive"]
+    assert level.adaptive == Adaptive([4, 8, 16], 0.7, 2, 0.5, None, Fallback(simple=1.0, complex=2.0))
+    assert level.buckets[-1].length == 48  # two images of 8 tokens each and the words
+    stage = Diversity(buckets=(0.25, 0.5))
+    pictures = [tiny.picture(0), np.full_like(tiny.picture(0), 90), tiny.picture(1) // 8, tiny.picture(2)]
+    for number in (1, 2, 4):
+        prompt = tiny.Prompt(checkpoint, QUESTIONS[0], pictures[:number])
+        with torch.no_grad():
+            features = [checkpoint.encoder(pixels[None]) for pixels in prompt.inputs["pixel_values"]]
+        curves = [coverage(each, stage.order(each))[0].numpy() for each in features]
+        # The prompt is complex: 40 % go at most, and of 4, 8 and 16 only 16 leaves 60 %; fewer if they cover enough.
+        most = [next(n for n in (4, 8, 16) if n == 16 or curve[n - 1] >= 0.7) for curve in curves]
+        result = vlm.generate(QUESTIONS[0], pictures[:number], 3, ignore_eos=True)
+        room = level.buckets[-1].length - int((prompt.ids != checkpoint.image_token_id).sum())
+        want = [2] * number
+        while sum(want) < min(8 * number, room) and want != most:
+            poorest = min((i for i in range(number) if want[i] < most[i]), key=lambda i: (curves[i][want[i] - 1], i))
+            want[poorest] += 1
+        assert result.stats.visual_tokens_by_image == want
+        assert len(result.tokens) == 3
+    assert 2 * 4 < room < 8 * 4  # four images were shrunk to it
