@@ -48,7 +48,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"method": "attention", "layers": [0, 1]},
     ],
     "merge": [{"method": "three-way", "keys": "mean"}],
-    "protect": [{"separators": 2}, {"sentence_first": True}],
+    "protect": [{"separators": 2}, {"sentence_first": True}, {"discount": 0.5}],
     "quantize": [
         {"method": "per-head", "rotate": True},
         {"method": "per-token", "bits": 4, "group": 8},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from export.stages.tokens import PADDING, TEXT, VISUAL, Tokens
+from export.stages.tokens import ALIGNED, FIRST, PADDING, TEXT, VISUAL, Tokens
 
 settings.register_profile("stages", max_examples=40, deadline=None)
 settings.load_profile("stages")
@@ -30,7 +32,7 @@ def tokens_of(key: torch.Tensor, value: torch.Tensor, mass: torch.Tensor | None 
 
 @st.composite
 def cached(draw: st.DrawFn) -> Tokens:
-    """Tokens with left padding, holes, unsorted masses, some -inf biases and log-n ones."""
+    """Tokens with left padding, holes, unsorted masses, some -inf biases and log-n ones, and every mark."""
     rng = np.random.default_rng(draw(seeds))
     batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(3, 29))
     real = rng.random((batch, heads, tokens)) < draw(st.sampled_from([0.3, 0.8, 1.0]))
@@ -43,4 +45,6 @@ def cached(draw: st.DrawFn) -> Tokens:
     key = rng.standard_normal((*real.shape, 8)).astype(np.float32)
     value = np.where(real[..., None], rng.choice([-1.0, 1.0], key.shape), 0).astype(np.float32)  # equal norms
     kinds = np.where(real, rng.integers(TEXT, VISUAL + 1, real.shape), PADDING).astype(np.int32)
-    return Tokens(*map(tensor, (key, value, positions, kinds, bias, mass)))
+    marks = np.where(kinds == TEXT, rng.choice([0, FIRST], real.shape), 0) + rng.choice([0, ALIGNED], real.shape) * real
+    plain = Tokens(*map(tensor, (key, value, positions, kinds, bias, mass)))
+    return dataclasses.replace(plain, marks=tensor(marks.astype(np.int32)))

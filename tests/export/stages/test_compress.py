@@ -31,7 +31,14 @@ tables = st.fixed_dictionaries(
         "importance": methods(importance.Methods),
         "modality": methods(modality.Methods),
         "merge": methods(merge.Methods),
-        "protect": st.fixed_dictionaries({"sinks": st.integers(0, 3), "recent": st.integers(0, 3)}),
+        "protect": st.fixed_dictionaries(
+            {
+                "sinks": st.integers(0, 3),
+                "recent": st.integers(0, 3),
+                "sentence_first": st.booleans(),
+                "discount": st.sampled_from([0.0, 0.5, 1.0]),
+            }
+        ),
     }
 )
 
@@ -86,7 +93,7 @@ def test_of_equal_tokens_the_first_are_kept(
     tokens: Tokens, settings: dict[str, Any], capacity: int, scored: str
 ) -> None:
     rows = {name: torch.ones_like(getattr(tokens, name)) for name in ("key", "value", "mass", "kinds")}
-    equal = dataclasses.replace(tokens, **rows)
+    equal = dataclasses.replace(tokens, **rows, marks=torch.zeros_like(tokens.marks))
     settings = {**settings, "importance": {"method": scored}, "protect": {"sinks": 0, "recent": 0}}
     _, index = compress(settings, capacity, equal).select(equal)
     for b, h in np.ndindex(*tokens.real.shape[:2]):
