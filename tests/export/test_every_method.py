@@ -47,8 +47,11 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"method": "coverage", "quota": 0.25},
         {"method": "attention", "layers": [0, 1]},
     ],
-    "merge": [{"method": "three-way", "keys": "mean"}],
-    "protect": [{"separators": 2}, {"sentence_first": True}, {"discount": 0.5}],
+    "merge": [
+        {"method": "three-way", "keys": "mean", "merge_above": 0.3, "evict_above": 0.1},
+        {"method": "d2o", "keys": "mean"},
+    ],
+    "protect": [{"separators": 2, "sentence_first": True, "discount": 0.5}],
     "quantize": [
         {"method": "per-head", "rotate": True},
         {"method": "per-token", "bits": 4, "group": 8},

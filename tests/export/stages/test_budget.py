@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from export.recipe import Recipe
 from export.stages.budget import AnchorMap, Cosine, Measured, Pyramid, Uniform
 from export.stages.budget.budget import Budget
 from tests.export import tiny
-from tests.export.stages.exporting import check_exported
 
 layer_counts = st.integers(1, 40)
 means = st.floats(1, 500)
@@ -161,9 +159,3 @@ def test_a_wrong_table_is_a_user_error(checkpoint: Checkpoint, table: dict, mess
 
 def recipe_of(table: dict) -> Recipe:
     return parse(Recipe, {"name": "test", "budget": table}, "test")
-
-
-@pytest.mark.slow
-def test_the_exported_graphs_have_each_layers_capacity(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    budget = {"method": "measured", "shares": [1.0, 3.0, 2.0], "keep": 0.3}
-    check_exported(checkpoint, tmp_path, budget=budget)

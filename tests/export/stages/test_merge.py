@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from export.stages.merge import D2O, Evict, ThreeWay
 from export.stages.merge.merge import Merge
 from export.stages.tokens import TEXT, VISUAL, Tokens
 from tests.export import tiny
-from tests.export.stages.exporting import check_exported
 from tests.export.stages.strategies import cached, seeds, tensor, tokens_of
 from tests.export.tiny import Driver, Prompt, greedy
 
@@ -341,14 +339,3 @@ def test_evict_is_no_work(choice: tuple[Tokens, torch.Tensor]) -> None:
 def test_three_way_refuses(wrong: dict) -> None:
     with pytest.raises(ValueError, match="must be"):
         ThreeWay(**wrong)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "table",
-    [{"method": "three-way", "merge_above": 0.3, "evict_above": 0.1}, {"method": "d2o", "keys": "mean"}],
-    ids=["three-way", "d2o"],
-)
-@pytest.mark.parametrize("store", ["int8", "float32"])
-def test_the_exported_graphs_agree(checkpoint: Checkpoint, tmp_path: Path, table: dict, store: str) -> None:
-    check_exported(checkpoint, tmp_path, store, merge=table)

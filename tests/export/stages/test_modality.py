@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from export.checkpoint import Checkpoint
 from export.compress import Compress
 from export.stages.modality import Density, Joint
 from export.stages.tokens import TEXT, VISUAL, Tokens
 from tests.export import tiny
-from tests.export.stages.exporting import check_exported
 from tests.export.stages.strategies import cached
 
 capacities = st.integers(1, 32)
@@ -176,8 +173,3 @@ def test_only_density_asks_for_kinds() -> None:
 def test_density_refuses(wrong: dict) -> None:
     with pytest.raises(ValueError, match="must be"):
         Density(**wrong)
-
-
-@pytest.mark.slow
-def test_the_exported_graphs_agree(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    check_exported(checkpoint, tmp_path, modality={"method": "density"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from export.compress import Compress
 from export.stages.protect import PROTECTED, Protect
 from export.stages.tokens import FIRST, TEXT, VISUAL, Tokens
 from tests.export import tiny
-from tests.export.stages.exporting import check_exported
 from tests.export.stages.strategies import cached, seeds, tokens_of
 
 
@@ -147,12 +145,6 @@ def test_who_needs_kinds_and_segments() -> None:
     assert tiny.recipe(protect={"sentence_first": True}).needs_segments
     assert tiny.recipe(protect={"discount": 0.5}).needs_kinds
     assert not tiny.recipe(protect={"discount": 0.5}).needs_segments
-
-
-@pytest.mark.slow
-def test_the_exported_graphs_agree(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    protect = {"sinks": 1, "recent": 2, "separators": 2, "sentence_first": True, "discount": 0.5}
-    check_exported(checkpoint, tmp_path, protect=protect, modality={"method": "density"})
 
 
 @pytest.mark.parametrize(
