@@ -34,3 +34,15 @@ def test_a_level_keeps_its_bytes_and_its_accuracy(asked, level: str, limit: floa
     accuracy, ratio = asked[level, suite]
     assert ratio <= limit
     assert accuracy >= asked["off", suite][0] - 0.1  # four questions of forty; a broken level loses most of them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ["easy1", "page1", "easy4", "page4"])
+def test_a_question_that_comes_later_is_answered_from_a_fifth_of_the_bytes(asked, demo_bundle, suite: str) -> None:
+    vlm = runtime.open(demo_bundle.path, level="extreme", threads=1)
+    items = suites([suite])[suite][:QUESTIONS]
+    answers = [vlm.generate(item.question, list(item.images), 8, question_later=True) for item in items]
+    assert {answer.stats.level for answer in answers} == {"chat"}
+    assert max(answer.stats.kv_bytes / answer.stats.kv_bytes_uncompressed for answer in answers) <= 1 / 5
+    right = sum(answer.text.strip() == item.answer for answer, item in zip(answers, items, strict=True))
+    assert right / QUESTIONS >= asked["off", suite][0] - 0.1
