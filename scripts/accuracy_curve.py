@@ -165,6 +165,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         methods.append(layers.name)
     started = time.perf_counter()
     evaluator = Evaluator(checkpoints.load(arguments.checkpoint), held_out.suites(names, arguments.limit), layers)
+    if arguments.peers is not None:  # refuse a file that does not fit before everything is measured
+        whole = [evaluator.cell(suite, NOTHING, 0.0) for suite in names]
+        curve.peers(arguments.peers, whole, arguments.checkpoint)
     cells = list(measure(evaluator, methods, arguments.ratios))
     seconds = time.perf_counter() - started
     if arguments.peers is not None:
