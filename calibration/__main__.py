@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +31,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _share(text: str) -> float:
-    if not 0 <= (share := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {text}")
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
     return share
 
 
@@ -40,13 +45,20 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
     from rich.progress import Progress
 
     from calibration import samples, sensitivity
+    from calibration.prepare import prepare
     from export import checkpoint as checkpoints
     from export import recipe as recipes
+    from export.stages.quantize import Float32
 
+    sensitivity.check(arguments.keep, arguments.least)
     recipe = recipes.load(arguments.recipe, arguments.checkpoint)
     chosen = samples.read(arguments.samples or arguments.checkpoint / "samples")[: arguments.limit]
     checkpoint = checkpoints.load(arguments.checkpoint)
     with Progress(console=Console(stderr=True), transient=True) as bar:
+        # Layers are those of the decoder that the recipe makes: heads merged, positions stretched.
+        recipe = dataclasses.replace(recipe, quantize=Float32())
+        decoder = prepare(checkpoint, {recipe.name: recipe}, chosen)[recipe.name].decoder
+        checkpoint = dataclasses.replace(checkpoint, decoder=decoder)
         task = bar.add_task("samples", total=len(chosen))
         losses = sensitivity.measure(checkpoint, recipe, chosen, arguments.later, progress=lambda: bar.advance(task))
     shares = sensitivity.allocate(losses, sensitivity.RATIOS, arguments.keep, arguments.least)

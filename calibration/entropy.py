@@ -12,6 +12,7 @@ from calibration.observe import causal, run
 from calibration.samples import Sample
 from export.attention import attention_logits, mix_values
 from export.checkpoint import Checkpoint
+from export.graphs import Decoder
 from export.recipe import Recipe
 from export.stages.budget import Pyramid
 
@@ -38,22 +39,25 @@ def attention_entropy(
 def with_entropy(
     checkpoint: Checkpoint,
     recipes: dict[str, Recipe],
+    decoders: dict[str, Decoder],
     samples: Sequence[Sample],
     task: Callable[[str], Callable[[], None]] = lambda what: lambda: None,
 ) -> dict[str, Recipe]:
     """The recipes, the entropy filled in where a budget is shared out by it.
 
     Args:
+        decoders: of each recipe, its heads merged and its positions stretched.
         task: called with what is about to be measured; what it returns is called once a sample.
     """
-    if not any(recipe.budget.needs_entropy for recipe in recipes.values()):
-        return recipes
-    entropy = attention_entropy(checkpoint, samples, task("measuring attention"))
+    measured: dict[int, list[float]] = {}  # by decoder
 
-    def filled(recipe: Recipe) -> Recipe:
-        budget = recipe.budget
+    def filled(recipe: Recipe, decoder: Decoder) -> Recipe:
+        budget, key = recipe.budget, id(decoder)
         if not isinstance(budget, Pyramid) or not budget.needs_entropy:
             return recipe
-        return dataclasses.replace(recipe, budget=dataclasses.replace(budget, entropy=entropy))
+        if key not in measured:
+            own = dataclasses.replace(checkpoint, decoder=decoder)
+            measured[key] = attention_entropy(own, samples, task("measuring attention"))
+        return dataclasses.replace(recipe, budget=dataclasses.replace(budget, entropy=measured[key]))
 
-    return {name: filled(recipe) for name, recipe in recipes.items()}
+    return {name: filled(recipe, decoders[name]) for name, recipe in recipes.items()}

@@ -82,12 +82,18 @@ def allocate(
     Raises:
         UserError: `keep` leaves less than `least`.
     """
+    check(keep, least, reserve)
     layers = len(losses)
     units, first = int(keep * (1 - reserve) * UNIT * layers), max(1, int(least * UNIT))
-    if units < layers * first:
-        raise UserError(f"keep = {keep} leaves less than {first}/{UNIT} of the tokens to a layer: raise it")
     spent = spend(losses, ratios, units, first)
     return [min(1.0, share * keep * layers / sum(spent)) for share in spent]
+
+
+def check(keep: float, least: float, reserve: float = 0.1) -> None:
+    """As `allocate`, before anything is measured."""
+    first = max(1, int(least * UNIT))
+    if keep * (1 - reserve) * UNIT < first:
+        raise UserError(f"keep = {keep} leaves less than {first}/{UNIT} of the tokens to a layer: raise it")
 
 
 def spend(

@@ -58,7 +58,7 @@ def parse(kind: type[T], data: Any, where: str) -> T:
             return None  # type: ignore[return-value]
         return parse(_choose([a for a in args if a is not type(None)], data, where), data, where)
     if origin is typing.Literal:
-        if data not in args:
+        if not any(type(arg) is type(data) and arg == data for arg in args):  # 2.0 is no 2, and True no 1
             raise UserError(f"{where}: {data!r} is none of {', '.join(map(repr, args))}")
         return data
     if dataclasses.is_dataclass(kind):
@@ -92,7 +92,7 @@ def _choose(kinds: list[Any], data: Any, where: str) -> Any:
     """Of several dataclasses, each with a `method: Literal[name]`, the one that the data names, or the first."""
     known = {typing.get_args(_hints(kind)["method"])[0]: kind for kind in kinds} if len(kinds) > 1 else {}
     method = data.get("method", next(iter(known), None)) if isinstance(data, dict) else next(iter(known), None)
-    if known and method not in known:
+    if known and not (isinstance(method, str) and method in known):
         raise UserError(f"{where}: no method {method!r}: choose from {', '.join(known)}")
     return known.get(method, kinds[0])
 

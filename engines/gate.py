@@ -1,5 +1,7 @@
 """What share of its visual tokens a request drops: two formulas with their knobs.
 
+Rates are limits: of the counts that a level offers, an image gets the smallest that drops no more.
+
 Standard library only: a recipe sets the knobs, the manifest keeps them, the runtime (or a calibration) asks for a rate.
 Both look at the input before anything of it is compressed.
 """
@@ -68,7 +70,8 @@ class Fallback:
     Attributes:
         most, least: rate of a simple and of a complex prompt.
         simple, complex: 6 is one image of 64 tokens and 6 words, 14 five images of 576 tokens and 420 words.
-        alignment: weight of the share of alignment tokens.
+        alignment: weight of the share of alignment tokens, where they are known. The runtime does not know them before
+            prefill, and counts none.
     """
 
     most: float = 0.75

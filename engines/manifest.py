@@ -117,7 +117,8 @@ class Adaptive:
     """What decides how many visual tokens of an image a request takes; the vision graph returns the most it may be.
 
     Attributes:
-        counts: how many it may be, ascending; the smallest whose coverage reaches `coverage`, else the last.
+        counts: how many it may be, ascending: the smallest whose coverage reaches `coverage`, else the last. A gate or
+            a fallback decides in its place.
         coverage: the threshold: mean over the image's tokens of the highest cosine to a kept one.
         floor: tokens that every image keeps, whatever the quota.
         quota: share of their tokens that the images of a request keep together; None: each for itself.

@@ -148,8 +148,9 @@ def build(args: argparse.Namespace, folder: Path) -> None:
         def task(what: str) -> Callable[[], None]:
             return partial(bar.advance, bar.add_task(f"{what} on {len(known)} samples", total=len(known)))
 
-        levels = with_entropy(checkpoint, levels, known, task)
         prepared = prepare(checkpoint, levels, known, task)
+        decoders = {name: found.decoder for name, found in prepared.items()}
+        levels = with_entropy(checkpoint, levels, decoders, known, task)
     for name, found in prepared.items():
         if found.note:
             console.print(f"level {name}: {found.note}")
@@ -189,7 +190,8 @@ def _levels(args: argparse.Namespace) -> dict[str, Recipe]:
                 levels[recipe.unknown] = recipes.load(recipe.unknown, args.checkpoint)
             except UserError as error:
                 raise UserError(
-                    f"recipe {recipe.name} names {recipe.unknown!r} for unknown questions: {error}"
+                    f"recipe {recipe.name} names {recipe.unknown!r} for unknown questions: {error}; "
+                    f"a file of that name becomes a level too with  --recipe {recipe.unknown}.toml"
                 ) from error
             known.append(levels[recipe.unknown])
     return levels

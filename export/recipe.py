@@ -51,7 +51,7 @@ class Window:
     def sizes(self, bucket: int) -> tuple[int, int]:
         """W and r for prompts of up to `bucket` tokens."""
         window = min(max(round(self.share * bucket), self.least), self.most)
-        return window, min(round(self.recent * window), window - 1)
+        return window, min(round(self.recent * window), window - 1, bucket - 1)  # a full prompt has no more to leave
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,6 @@ def load(name_or_file: str, checkpoint: Path | None = None) -> Recipe:
         data = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"recipe file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"recipe file {path} cannot be read: {error}") from error
     return parse(Recipe, {"name": path.stem, **data}, path.name)

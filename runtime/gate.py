@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,12 +54,16 @@ class VisualGate:
         if adaptive is None:
             return [self._level.visual_tokens] * len(seen)
         pressure = self._pressure(adaptive.gate) if adaptive.gate else 0.0
+        # Where a rate decides, coverage does not: it would drop more than the rate's limits allow.
         most, curves = [], [out["coverage"][0] for out in seen]
         for out, curve in zip(seen, curves, strict=True):
             rates = [adaptive.gate.rate(pressure, float(out["entropy"][0]))] if adaptive.gate else []
             rates += [adaptive.fallback.rate(len(seen) * self._tokens, text)] if adaptive.fallback else []
-            keep = (1 - min(rates)) * self._tokens if rates else math.inf  # the fallback only ever softens the gate
-            enough = (n for n in adaptive.counts if n >= keep - SLACK or curve[n - 1] >= adaptive.coverage)
+            if rates:
+                keep = (1 - min(rates)) * self._tokens - SLACK  # the fallback only ever softens the gate
+                enough = (n for n in adaptive.counts if n >= keep)
+            else:
+                enough = (n for n in adaptive.counts if curve[n - 1] >= adaptive.coverage)
             most.append(next(enough, adaptive.counts[-1]))
         if adaptive.quota is None:
             return most

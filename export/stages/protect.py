@@ -106,9 +106,9 @@ class Protect(Stage):
 
     def _beside_the_other(self, tokens: Tokens) -> Tensor:
         """Text within `separators` slots of visual tokens and the reverse, bool [batch, kv_heads, tokens]."""
-        visual = tokens.kinds == VISUAL
+        visual, reach = tokens.kinds == VISUAL, min(self.separators, tokens.kinds.shape[-1])
         near_visual, near_text = (
-            max_pool1d(kind.float(), 2 * self.separators + 1, stride=1, padding=self.separators) > 0
+            max_pool1d(kind.float(), 2 * reach + 1, stride=1, padding=reach) > 0
             for kind in (tokens.real & visual, tokens.real & ~visual)
         )
         return (visual & near_text) | (~visual & near_visual)  # ONNX Runtime has no Where of booleans

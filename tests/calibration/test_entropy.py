@@ -49,7 +49,7 @@ def test_it_is_filled_in_where_a_budget_asks_for_it(folder: Path) -> None:
     recipes = {name: parse(Recipe, {"name": name, "budget": table}, name) for name, table in tables.items()}
     assert [recipe.budget.needs_entropy for recipe in recipes.values()] == [True, False, False]
     assert recipes["asks"].needs_samples
-    filled = entropy.with_entropy(checkpoint, recipes, known)
+    filled = entropy.with_entropy(checkpoint, recipes, dict.fromkeys(recipes, checkpoint.decoder), known)
     assert filled["has"] is recipes["has"]
     assert filled["other"] is recipes["other"]
     measured = entropy.attention_entropy(checkpoint, known)

@@ -137,7 +137,10 @@ def test_from_command_to_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "COMMAND"),
         (["sensitivity", "nowhere"], "nowhere"),
-        (["sensitivity", str(DEMO), "--keep", "2"], "must be from 0 to 1, got 2"),
+        (["sensitivity", str(DEMO), "--keep", "2"], "must be a number from 0 to 1, got '2'"),
+        (["sensitivity", str(DEMO), "--keep", "much"], "must be a number from 0 to 1, got 'much'"),
+        (["sensitivity", str(DEMO), "--keep", "0"], "keep = 0.0 leaves less than"),
+        (["sensitivity", str(DEMO), "--keep", "0.1", "--least", "0.5"], "keep = 0.1 leaves less than"),
         (["sensitivity", str(DEMO), "--recipe", "nothing"], "no recipe 'nothing'"),
         (["sensitivity", str(DEMO), "--samples", "nowhere"], "samples.jsonl does not exist"),
     ],

@@ -35,6 +35,7 @@ class Outer:
     pair: tuple[int, ...] = ()
     anything: Any = None
     on: bool = False
+    number: Literal[1, 2] = 1
 
 
 MINIMAL: dict[str, Any] = {"name": "x", "kind": "a", "inner": {"size": 1}}
@@ -92,6 +93,8 @@ def test_whole_numbers_are_floats_where_a_float_is_wanted() -> None:
         ({"table": {"k": [1, "2"]}}, "recipe.toml.table.k[1]: expected float"),
         ({"pair": "12"}, "recipe.toml.pair: expected a list"),
         ({"on": 1}, "recipe.toml.on: expected bool, got 1"),
+        ({"number": 2.0}, "recipe.toml.number: 2.0 is none of 1, 2"),
+        ({"number": True}, "recipe.toml.number: True is none of 1, 2"),
     ],
 )
 def test_mistake_names_its_place(change: dict[str, Any], message: str) -> None:

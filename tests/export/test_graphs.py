@@ -331,6 +331,19 @@ def test_the_state_holds_nothing_that_nobody_reads(
     assert names == rows | places | ({"store_mass", "window_mass"} if compact and importance == "snapkv" else set())
 
 
+@pytest.mark.parametrize("recent", [0.0, 0.75, 0.99])
+def test_a_window_longer_than_the_bucket(checkpoint: Checkpoint, prompt: Prompt, recent: float) -> None:
+    """A prompt fills its part of the window at most, and answers are those of a cache that keeps everything."""
+    whole = Driver(checkpoint.decoder, tiny.recipe(), LENGTH)
+    recipe = tiny.recipe(window={"least": 3 * LENGTH, "most": 3 * LENGTH, "recent": recent})
+    long = Driver(checkpoint.decoder, recipe, LENGTH)
+    assert long.state.recent < LENGTH
+    tokens, logits = greedy(long, checkpoint, [prompt], 12)
+    want_tokens, want = greedy(whole, checkpoint, [prompt], 12)
+    assert tokens.tolist() == want_tokens.tolist()
+    torch.testing.assert_close(logits, want, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("method", ["int8", "int4", "kivi", "mixed"])
 def test_the_state_is_no_larger_than_the_share_of_bytes(checkpoint: Checkpoint, method: str) -> None:
     for share in (0.3, 0.4, 0.5):

@@ -72,16 +72,17 @@ def counts(level: str, images: list[np.ndarray], text: int, pressure: float) -> 
     a = ADAPTIVE[level]
     wanted = []
     for image in images:
-        drop = 0.0
+        drop = 1.0
         if a.gate:
             entropy = 1 / (1 + np.exp(-patches_of(image).sum(1).mean()))
             drop = min(max(a.gate.base * (0.5 + pressure) * (1.5 - entropy), 0.2), 0.7)
         if a.fallback:
             hard = np.log(4 * len(images)) + np.log(text)  # of 1.0 to 5.0
             drop = min(drop, 0.75 - 0.35 * min(max((hard - 1) / 4, 0), 1))
-        count = next((n for n in a.counts if covers(image, n) >= a.coverage), 4)
-        if a.gate:
-            count = min(count, next(n for n in a.counts if n / 4 >= 1 - drop))
+        if a.gate or a.fallback:
+            count = next(n for n in a.counts if n / 4 >= 1 - drop)
+        else:
+            count = next((n for n in a.counts if covers(image, n) >= a.coverage), 4)
         wanted.append(count)
     if not a.quota:
         return wanted

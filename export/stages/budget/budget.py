@@ -10,6 +10,8 @@ from typing import ClassVar
 from engines.errors import UserError
 from export.stages.stage import Stage
 
+PROPORTIONS = (1e-6, 1e6)  # of layers to one another: their sums and quotients stay far from what floats cannot hold
+
 
 @dataclass(eq=False)
 class Budget(Stage):
@@ -34,6 +36,8 @@ class Budget(Stage):
             raise ValueError(f"keep must be above 0, got {self.keep}")
         if self.kv_bytes is not None and self.kv_bytes <= 0:
             raise ValueError(f"kv_bytes must be above 0, got {self.kv_bytes}")
+        if self.kv_bytes is not None and self.keep != 1.0:
+            raise ValueError("keep follows from kv_bytes: give one of them")
         if self.least < 1:
             raise ValueError(f"least must be at least 1, got {self.least}")
 
@@ -68,13 +72,14 @@ def _fill(shares: list[float], total: float, most: Sequence[float]) -> list[floa
 
 
 def check_per_layer(name: str, values: list[float], layers: int) -> list[float]:
-    """The values, one a layer and each above 0.
+    """The values, one a layer and each within `PROPORTIONS`.
 
     Raises:
         UserError: they are not.
     """
     if len(values) != layers:
         raise UserError(f"budget.{name} has {len(values)} values, the model {layers} layers: calibrate for this model")
-    if not all(0 < value < math.inf for value in values):
-        raise UserError(f"budget.{name} must be above 0 and finite in every layer, got {values}")
+    least, most = PROPORTIONS
+    if not all(least <= value <= most for value in values):
+        raise UserError(f"budget.{name} must be from {least:g} to {most:g} in every layer, got {values}")
     return values

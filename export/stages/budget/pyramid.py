@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from export.stages.budget.budget import Budget, check_per_layer
+from export.stages.budget.budget import PROPORTIONS, Budget, check_per_layer
 
 
 @dataclass(eq=False)
@@ -29,8 +29,9 @@ class Pyramid(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.ratio > 0.5:
-            raise ValueError(f"ratio must be above 0.5 for the first layer to keep anything, got {self.ratio}")
+        if not 0.5 < self.ratio <= PROPORTIONS[1]:
+            most = f"{PROPORTIONS[1]:g}"
+            raise ValueError(f"ratio must be above 0.5 and at most {most}, got {self.ratio}")
 
     @property
     def needs_entropy(self) -> bool:  # type: ignore[override]

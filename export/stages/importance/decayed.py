@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from export.stages.importance.importance import Importance, Observation, at_least_one, group_mean
+from export.stages.importance.importance import Importance, Observation, count_of_tokens, group_mean
 from export.stages.tokens import Tokens
 
 
@@ -31,7 +31,7 @@ class Decayed(Importance):
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma must be in (0, 1], got {self.gamma}")
-        at_least_one("window", self.window)
+        count_of_tokens("window", self.window)
 
     def observers(self, length: int) -> int:
         return min(self.window, length)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from export.attention import LOWEST, attention_logits
-from export.stages.importance.importance import Importance, Observation, at_least_one, group_mean
+from export.stages.importance.importance import Importance, Observation, count_of_tokens, group_mean
 from export.stages.tokens import Tokens
 
 
@@ -41,7 +41,7 @@ class ExpectedAttention(Importance):
     method: Literal["expected-attention"] = "expected-attention"
 
     def __post_init__(self) -> None:
-        at_least_one("future", self.future)
+        count_of_tokens("future", self.future)
         if self.sinks < 0:
             raise ValueError(f"sinks must be at least 0, got {self.sinks}")
 

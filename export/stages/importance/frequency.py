@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from export.stages.importance.importance import Importance, Observation, at_least_one, group_mean
+from export.stages.importance.importance import Importance, Observation, count_of_tokens, group_mean
 from export.stages.tokens import Tokens
 
 
@@ -34,7 +34,7 @@ class Frequency(Importance):
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(f"share must be in (0, 1], got {self.share}")
-        at_least_one("window", self.window)
+        count_of_tokens("window", self.window)
 
     def observers(self, length: int) -> int:
         return min(self.window, length)

@@ -14,6 +14,8 @@ from export.attention import attention_logits
 from export.stages.stage import Stage
 from export.stages.tokens import Tokens
 
+MOST_TOKENS = 65_536  # that a knob may count: more than any prompt has
+
 
 @dataclass
 class Observation:
@@ -126,7 +128,7 @@ class Windowed(Importance):
     value_norm: bool = True
 
     def __post_init__(self) -> None:
-        at_least_one("window", self.window)
+        count_of_tokens("window", self.window)
         if not 1 <= self.pool < 1000 or self.pool % 2 == 0:
             raise ValueError(f"pool must be odd and below 1000, got {self.pool}")
 
@@ -138,9 +140,9 @@ class Windowed(Importance):
         return pool(tokens.mass * tokens.value.norm(dim=-1) if self.value_norm else tokens.mass, self.pool)
 
 
-def at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+def count_of_tokens(name: str, value: int) -> None:
+    if not 1 <= value <= MOST_TOKENS:
+        raise ValueError(f"{name} must be from 1 to {MOST_TOKENS}, got {value}")
 
 
 def group_mean(attention: Tensor) -> Tensor:

@@ -8,8 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from export.stages.importance.importance import Observation, Windowed, at_least_one, group_mean, pool, unit
+from export.stages.importance.importance import Observation, Windowed, count_of_tokens, group_mean, pool, unit
 from export.stages.tokens import TEXT, VISUAL, Tokens
+
+WEIGHTS = ("attention", "cross_modal", "redundancy", "recency", "shallow_redundancy", "deep_attention")
+MOST_WEIGHT = 1e6
 
 
 @dataclass(eq=False)
@@ -48,7 +51,10 @@ class Signals(Windowed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least_one("neighbours", self.neighbours)
+        count_of_tokens("neighbours", self.neighbours)
+        for name in WEIGHTS:
+            if not abs(weight := getattr(self, name)) <= MOST_WEIGHT:  # a protected token stays above any score
+                raise ValueError(f"{name} must be from -{MOST_WEIGHT:g} to {MOST_WEIGHT:g}, got {weight}")
 
     def observe(self, seen: Observation) -> Tensor:
         seen = seen.only(seen.kinds[:, -seen.visible.shape[1] :] == TEXT)

@@ -26,7 +26,8 @@ class Perception(Stage):
             most that enters if it is adaptive.
         floor: tokens kept at least, if an image has so many. It is a number and not a share, since a low-resolution
             image has few tokens and each says much: what is redundant in 576 tokens is not in 64.
-        buckets: smaller shares than `keep`, of which an image gets the smallest whose coverage is enough.
+        buckets: smaller shares than `keep`, of which an image gets the smallest whose coverage is enough; or by the
+            recipe's `gate` and `fallback`, where it has one.
         coverage: what is enough: mean over all tokens of an image of the highest cosine to a kept one, in (0, 1].
         quota: share of their tokens that all images of a prompt keep together: more of an image that is hard to cover,
             less of an easy one, and of all what the longest prompt has room for. None: each image for itself.

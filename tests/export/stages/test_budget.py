@@ -141,7 +141,11 @@ STEEP = {"shallow_rate": 0.75, "deep_rate": 0.3}
     ("table", "message"),
     [
         ({"method": "measured", "shares": [1.0, 2.0]}, "2 values, the model 3 layers"),
-        ({"method": "measured", "shares": [1.0, 0.0, 2.0]}, "above 0"),
+        ({"method": "measured", "shares": [1.0, 0.0, 2.0]}, "from 1e-06 to 1e\\+06"),
+        ({"method": "measured", "shares": [1.0, 1e308, 1e308]}, "from 1e-06 to 1e\\+06"),
+        ({"method": "pyramid", "ratio": 1e308}, "ratio must be above 0.5 and at most 1e\\+06"),
+        ({"keep": 0.5, "kv_bytes": 0.2}, "give one of them"),
+        ({"method": ["cosine"]}, "no method"),
         ({"method": "measured", "shares": [1.0, float("inf"), 2.0]}, "expected a finite number"),
         ({"method": "pyramid", "entropy": [1.0] * 4}, "4 values, the model 3 layers"),
         ({"method": "measured"}, "missing key 'shares'"),

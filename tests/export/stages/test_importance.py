@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 
 import numpy as np
@@ -159,10 +160,14 @@ def test_snapkv_is_the_default() -> None:
         (Frequency, "share", 1.5),
         (Frequency, "window", 0),
         (ExpectedAttention, "future", 0),
+        (ExpectedAttention, "future", 10**9),
+        (Signals, "neighbours", 10**9),
+        (Signals, "recency", 1e31),
+        (Signals, "attention", -1e31),
         (ExpectedAttention, "sinks", -1),
         (Random, "seed", -1),
     ],
 )
 def test_importance_refuses(method: type[Importance], field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} must be .*, got {value}"):
+    with pytest.raises(ValueError, match=f"{field} must be .*, got {re.escape(str(value))}"):
         method(**{field: value})

@@ -73,6 +73,13 @@ def test_separators_protects_what_stands_beside_the_other_modality(tokens: Token
         assert bool(got[b, h, i]) == (real[i] and other)
 
 
+def test_separators_beyond_all_tokens_are_all_of_them() -> None:
+    tokens = tokens_of(torch.zeros(1, 1, 6, 4), torch.ones(1, 1, 6, 4))
+    tokens.kinds[..., 2] = VISUAL
+    score = Protect(0, 0, separators=10**12)(torch.zeros(1, 1, 6), tokens, 0.0, 3)
+    assert (score == PROTECTED).all()
+
+
 def test_separators_stay_what_they_are_when_tokens_between_are_dropped() -> None:
     kinds = torch.tensor([TEXT] * 5 + [VISUAL] * 8 + [TEXT] * 5, dtype=torch.int32)[None, None]
     tokens = tokens_of(torch.zeros(1, 1, 18, 4), torch.ones(1, 1, 18, 4))

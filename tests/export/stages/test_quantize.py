@@ -248,19 +248,21 @@ def test_turboquant_errs_as_the_best_uniform_quantizer_of_normal_numbers(bits: i
     assert 0.93 * error < relative < 1.02 * error
 
 
-@settings(max_examples=12)
-@given(tokens=stored(), bits=st.sampled_from([2, 3, 4]), rotated=st.booleans())
-def test_turboquant_stores_what_it_restored_alike(tokens: Tokens, bits: int, rotated: bool) -> None:
-    stage = stage_of({"method": "turboquant", "bits": bits, "rotate": rotated})
-    head_dim = tokens.key.shape[-1]
-    first = again = stage.quantize(tokens)
-    for _ in range(4):
-        again = stage.quantize(tokens_of(*stage.restore(again, head_dim)))
-    for was, now, real in zip(
-        stage.restore(first, head_dim), stage.restore(again, head_dim), [tokens.real] * 2, strict=True
-    ):
-        size = float((was.abs() * real[..., None]).max())
-        torch.testing.assert_close(now[real], was[real], atol=2e-3 * size, rtol=0)
+@pytest.mark.parametrize("spread", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_turboquant_of_rows_that_rotation_makes_normal_hardly_drifts(bits: int, head_dim: int, spread: int) -> None:
+    """Powers of normal numbers: with 3 the rows have outliers, until they are rotated."""
+    rng = np.random.default_rng(bits)
+    rows = tensor((rng.standard_normal((1, 2, 200, head_dim)) ** spread).astype(np.float32))
+    stage = stage_of({"method": "turboquant", "bits": bits})
+    again = stage.quantize(tokens_of(rows, rows))
+    errors = []
+    for _ in range(6):
+        key, value = stage.restore(again, head_dim)
+        errors.append(float((value - rows).norm() / rows.norm()))
+        again = stage.quantize(tokens_of(key, value))
+    assert errors[-1] < 1.05 * errors[0]
 
 
 def mixed_in_loops(tokens: Tokens, share: float) -> np.ndarray:
