@@ -101,6 +101,22 @@ def test_optional_packages_are_imported_where_used(package: str) -> None:
     assert wrong == []
 
 
+STAGES = ROOT / "export" / "stages"
+
+
+@pytest.mark.parametrize("path", sorted(STAGES.rglob("*.py")), ids=lambda path: str(path.relative_to(STAGES)))
+def test_a_stage_is_one_short_file_and_knows_no_other_slots_methods(path: Path) -> None:
+    """Of another slot it may import the interface, `slot/slot.py`, and what the slot's folder offers by itself."""
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 200
+    own = path.relative_to(STAGES).parts[0]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("export.stages."):
+            slot, *module = (node.module or "").split(".")[2:]
+            assert slot == own or module in ([], [slot]), f"{path.name} imports {node.module}"
+            assert not [name.name for name in node.names if name.name.startswith("_")]
+
+
 def test_scripts_and_tests_are_imported_by_nobody() -> None:
     for package in MAY_IMPORT:
         for path in sources(package):

@@ -34,7 +34,7 @@ def tokens_of(key: torch.Tensor, value: torch.Tensor, mass: torch.Tensor | None 
 def cached(draw: st.DrawFn) -> Tokens:
     """Tokens with left padding, holes, unsorted masses, some -inf biases and log-n ones, and every mark."""
     rng = np.random.default_rng(draw(seeds))
-    batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(3, 29))
+    batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 29))
     real = rng.random((batch, heads, tokens)) < draw(st.sampled_from([0.3, 0.8, 1.0]))
     real[:, :, -1] = True
     steps = rng.integers(1, 4, (batch, heads, tokens))
