@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import export.operators  # noqa: F401  registers torch.ops.unicache
 
 SOURCE = Path(__file__).resolve().parents[2] / "engines" / "plugins" / "topk_gather.cu"
-HOST = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-x", "c++"]
+HOST = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-fPIC", "-shared", "-x", "c++"]
 INVALID_VALUE, LAUNCH_FAILURE = 1, 719
 
 TopK = Callable[[np.ndarray, list[np.ndarray], int], list[np.ndarray]]
