@@ -162,11 +162,16 @@ def test_attention_reads_what_restore_gives(knobs: dict, keys: Rows, values: Row
 @given(tokens=stored())
 def test_a_batch_of_two_is_two_single_runs(knobs: dict, keys: Rows, values: Rows, tokens: Tokens) -> None:
     stage = stage_of(knobs, statistics_of(tokens.key, tokens.value))
-    both = stage.quantize(tokens)
+    both, head_dim = stage.quantize(tokens), tokens.key.shape[-1]
     for b in range(len(tokens.key)):
-        rows = {name: x[b : b + 1] for name, x in tokens._rows().items()}
-        for name, x in stage.quantize(Tokens(**rows)).items():
-            assert torch.equal(x[0], both[name][b]), name
+        alone = stage.quantize(Tokens(**{name: x[b : b + 1] for name, x in tokens._rows().items()}))
+        if not knobs.get("rotate"):
+            assert all(torch.equal(x[0], both[name][b]) for name, x in alone.items())
+        # A product of another size rounds otherwise in its last bit: a rotated number may fall on a code's other side.
+        for one, two, name in zip(stage.restore(alone, head_dim), stage.restore(both, head_dim), "kv", strict=True):
+            rows = tokens.key if name == "k" else tokens.value
+            step = 2 * float(rows[b].norm(dim=-1).max()) / (2 ** knobs.get("bits", 4) - 1)
+            torch.testing.assert_close(one[0], two[b], atol=1.1 * step + 1e-6, rtol=0)
 
 
 @given(seed=seeds, size=st.sampled_from([1e-2, 1.0, 100.0]), tokens=st.integers(1, 70), rounds=st.integers(1, 5))
