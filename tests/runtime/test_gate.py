@@ -17,7 +17,7 @@ from engines.gate import Fallback, Gate
 from engines.manifest import Adaptive, Bucket, Level, Shortened
 from runtime import gate
 from runtime.gate import VisualGate, fill, memory_pressure
-from tests.runtime.test_model import Recorder, ask, ids_of, patchy
+from tests.runtime.asking import Recorder, ask, ids_of, patchy
 
 BUCKETS = [Bucket(40, [4], 8, 2, "p", "d", "c"), Bucket(60, [4], 8, 2, "p", "d", "c")]
 
