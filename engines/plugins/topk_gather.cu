@@ -9,6 +9,7 @@
 // kept, and the first of those that equal it. Nothing is sorted: tokens are written in the order they are met.
 #include <stdint.h>
 
+#include "kernels.h"
 #include "simt.h"
 
 // Tests only: the rank of the tie that is kept first. A build with 1 is wrong, and the parity test must say so.
@@ -110,16 +111,9 @@ select_best(const float* __restrict__ score, unsigned tokens, unsigned k, int64_
     }
 }
 
-// A tensor [heads, tokens, bytes] to copy rows from, and [heads, k, bytes] to copy them to.
-struct Rows {
-    const void* source;
-    void* target;
-    int64_t bytes;
-};
-
-// ... of which a thread copies `unit` bytes at a time.
+// The tensors to copy rows of, and how many bytes of each a thread copies at a time.
 struct Plan {
-    Rows rows[TENSORS];
+    UnicacheRows rows[TENSORS];
     unsigned unit[TENSORS];
 };
 
@@ -128,7 +122,7 @@ struct alignas(16) Bytes16 {
 };
 
 template <class Unit>
-__device__ void copy_rows(const Rows& rows, const int64_t* index, unsigned tokens, unsigned k) {
+__device__ void copy_rows(const UnicacheRows& rows, const int64_t* index, unsigned tokens, unsigned k) {
     const int64_t head = blockIdx.y, width = rows.bytes / sizeof(Unit), count = width * k;
     const Unit* source = static_cast<const Unit*>(rows.source) + head * tokens * width;
     Unit* target = static_cast<Unit*>(rows.target) + head * count;
@@ -143,7 +137,7 @@ __device__ void copy_rows(const Rows& rows, const int64_t* index, unsigned token
 // Grid: parts of a head's rows, heads, tensors.
 __global__ void __launch_bounds__(GATHER_THREADS)
 gather_rows(const __grid_constant__ Plan plan, const int64_t* __restrict__ index, unsigned tokens, unsigned k) {
-    const Rows& rows = plan.rows[blockIdx.z];
+    const UnicacheRows& rows = plan.rows[blockIdx.z];
     index += static_cast<int64_t>(blockIdx.y) * k;
     switch (plan.unit[blockIdx.z]) {
         case 16: return copy_rows<Bytes16>(rows, index, tokens, k);
@@ -155,7 +149,7 @@ gather_rows(const __grid_constant__ Plan plan, const int64_t* __restrict__ index
 }
 
 // The widest unit, of at most 16 bytes, that rows of a tensor are made of and that its addresses allow.
-unsigned unit_of(const Rows& rows) {
+unsigned unit_of(const UnicacheRows& rows) {
     uint64_t bits = reinterpret_cast<uintptr_t>(rows.source) | reinterpret_cast<uintptr_t>(rows.target) | rows.bytes | 16;
     return static_cast<unsigned>(bits & (~bits + 1));
 }
@@ -165,7 +159,7 @@ unsigned unit_of(const Rows& rows) {
 // rows: key, value, positions and bias, contiguous on the device. heads: batch * kv_heads. index: [heads, k].
 // Returns a cudaError_t: 0 where the work is on the stream, 1 (invalid value) where the sizes are out of range.
 extern "C" int unicache_topk_gather(
-    const float* score, const Rows* rows, int64_t* index, int heads, int tokens, int k, cudaStream_t stream) {
+    const float* score, const UnicacheRows* rows, int64_t* index, int heads, int tokens, int k, cudaStream_t stream) {
     constexpr int INVALID_VALUE = 1, MOST_HEADS = 65535;  // of a grid's y
     constexpr unsigned MOST_PARTS = 64;
     if (heads < 0 || heads > MOST_HEADS || k < 0 || k > tokens) return INVALID_VALUE;

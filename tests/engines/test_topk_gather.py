@@ -16,16 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import export.operators  # noqa: F401  registers torch.ops.unicache
+from engines.plugins.abi import Rows
 
 SOURCE = Path(__file__).resolve().parents[2] / "engines" / "plugins" / "topk_gather.cu"
 HOST = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-fPIC", "-shared", "-x", "c++"]
 INVALID_VALUE, LAUNCH_FAILURE = 1, 719
 
 TopK = Callable[[np.ndarray, list[np.ndarray], int], list[np.ndarray]]
-
-
-class Rows(ctypes.Structure):
-    _fields_ = [("source", ctypes.c_void_p), ("target", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
 
 
 def compiled(source: Path, folder: Path, *flags: str) -> ctypes.CDLL:
