@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from export.onnx_functions import ATTENTION
-from export.operators import quant_kv_attention
+from tests.engines.attention_inputs import BLOCKS, WIDTHS, exact, inputs
 
 SOURCE = Path(__file__).parents[2] / "engines" / "plugins" / "cpu" / "attention.cc"
 FLOATS = POINTER(c_float)
@@ -95,65 +93,12 @@ def run(library: ctypes.CDLL, path: bytes | None, x: dict[str, np.ndarray], scal
     return outputs
 
 
-def inputs(
-    rng: np.random.Generator,
-    batch: int,
-    kv_heads: int,
-    group: int,
-    queries: int,
-    slots: int,
-    window: int,
-    head_dim: int,
-    filled: float,
-    bits: tuple[int, int] = (8, 8),
-    blocks: tuple[tuple[int, int], tuple[int, int]] = ((10**6, 1), (1, 10**6)),
-    shared: bool = False,
-) -> dict[str, np.ndarray]:
-    """`blocks`: at most so many tokens and channels share a scale, of keys and of values; `shared` by the batch too."""
-
-    def rows(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape).astype(np.float32)
-
-    def codes(width: int) -> np.ndarray:
-        size = head_dim if width == 8 else (head_dim + 1) // 2
-        return rng.integers(-128, 128, (batch, kv_heads, slots, size)).astype(np.int8)
-
-    def scales(each: tuple[int, int], width: int) -> np.ndarray:
-        shape = (1 if shared else batch, kv_heads, -(-slots // each[0]), -(-head_dim // each[1]))
-        return ((rng.random(shape) + 0.1) / 2 ** (width - 1)).astype(np.float32)
-
-    bias = np.log(rng.integers(1, 5, (batch, kv_heads, slots)))
-    window_bias = np.where(rng.random((batch, queries, window)) < 0.7, 0, -np.inf).astype(np.float32)
-    window_bias[..., -1] = 0  # a token always sees itself
-    values = (
-        rows(batch, kv_heads * group, queries, head_dim),
-        codes(bits[0]),
-        scales(blocks[0], bits[0]),
-        codes(bits[1]),
-        scales(blocks[1], bits[1]),
-        np.where(rng.random(bias.shape) < filled, bias, -np.inf).astype(np.float32),
-        rows(batch, kv_heads, window, head_dim),
-        rows(batch, kv_heads, window, head_dim),
-        window_bias,
-    )
-    names = [str(each.name) for each in ATTENTION[bits].function_ir.inputs]
-    return dict(zip(names, values, strict=True))
-
-
 def check(library: ctypes.CDLL, path: bytes | None, x: dict[str, np.ndarray], bits: tuple[int, int] = (8, 8)) -> None:
     scale = x["query"].shape[-1] ** -0.5
-    # In double precision: two ways to round float32 may differ by more than the kernel errs.
-    exact = [torch.from_numpy(v) if v.dtype == np.int8 else torch.from_numpy(v).double() for v in x.values()]
-    want = quant_kv_attention(*exact, scale, *bits)
-    for name, got, w in zip(
-        ("output", "store_mass", "window_mass"), run(library, path, x, scale, bits), want, strict=True
-    ):
+    names = ("output", "store_mass", "window_mass")
+    for name, got, w in zip(names, run(library, path, x, scale, bits), exact(x, scale, bits), strict=True):
         assert np.isfinite(got).all(), name
         np.testing.assert_allclose(got, w, atol=1e-5, rtol=1e-5, err_msg=name)
-
-
-widths = st.sampled_from([8, 4])
-each = st.tuples(st.sampled_from([1, 3, 32, 10**6]), st.sampled_from([1, 7, 32, 10**6]))
 
 
 @many
@@ -167,8 +112,8 @@ each = st.tuples(st.sampled_from([1, 3, 32, 10**6]), st.sampled_from([1, 7, 32, 
     window=st.sampled_from([1, 5, 32, 41]),
     head_dim=st.sampled_from([1, 5, 33, 64, 80, 96, 100, 127, 128, 256]),
     filled=st.sampled_from([0.0, 0.5, 1.0]),
-    bits=st.tuples(widths, widths),
-    blocks=st.tuples(each, each),
+    bits=st.tuples(WIDTHS, WIDTHS),
+    blocks=st.tuples(BLOCKS, BLOCKS),
     shared=st.booleans(),
 )
 def test_every_path_is_the_operator(library: ctypes.CDLL, path: bytes, seed: int, bits: tuple[int, int], **shape):
