@@ -22,7 +22,7 @@ class Attention(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "queries", "slots", "window", "head_dim")),
-        *((name, c_int64) for name in ("type", "bias_type")),
+        *((name, c_int64) for name in ("type", "store_bias_type", "window_bias_type")),
         ("softmax_scale", c_float),
         ("query", c_void_p),
         ("key", Store),

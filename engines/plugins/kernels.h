@@ -25,8 +25,8 @@ struct UnicacheStore {
 // QuantKVAttention.
 struct UnicacheAttention {
     int64_t batch, kv_heads, group, queries, slots, window, head_dim;
-    int64_t type;       // UnicacheType of query, windows, output and masses
-    int64_t bias_type;  // UnicacheType of the biases
+    int64_t type;                               // UnicacheType of query, windows, output and masses
+    int64_t store_bias_type, window_bias_type;  // UnicacheType
     float softmax_scale;
     const void* query;  // [batch, kv_heads * group, queries, head_dim]
     struct UnicacheStore key, value;
