@@ -9,6 +9,9 @@ set -euo pipefail
 root=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 venv=$root/.venv
 extras=${1:-}
+# TensorRT's headers, for tests that build the plugins. Installed without what the package asks for: its dependency
+# triton is 286 MB that nothing here uses, so it can stand neither in pyproject.toml nor in constraints.txt.
+headers=kernel-lens==2.0.1
 
 say() { printf 'environment: %s\n' "$*"; }
 die() {
@@ -42,6 +45,7 @@ fingerprint() {
         printf '%s\n' "$root"/*/__init__.py
         "$venv/bin/python" -VV
         cat -- "$root/pyproject.toml" "$root/constraints.txt"
+        printf '%s\n' "$headers"
     } | cksum
 }
 
@@ -80,6 +84,10 @@ quiet=(-qq --progress-bar off) # errors only
 "$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check \
     --constraint "$root/constraints.txt" --editable "${root}[$extras]" ||
     die "pip could not install the packages (see above): check the network connection, then start again"
+if [[ ,$extras, == *,dev,* ]]; then
+    "$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check --no-deps "$headers" ||
+        die "pip could not install $headers (see above): check the network connection, then start again"
+fi
 rm -- "$unfinished"
 fingerprint >"$stamp"
 say "ready after $((SECONDS - started)) s"

@@ -94,6 +94,20 @@ def test_environment_installs_once_with_the_constraints(checkout: Checkout) -> N
     assert "up to date" in second.stdout
 
 
+def test_environment_installs_headers_for_tests_without_their_dependencies(checkout: Checkout) -> None:
+    checkout.environment()
+    assert not [line for line in checkout.asked("-m pip install") if "--no-deps" in line]
+    checkout.environment("export,dev")
+    (install,) = (line for line in checkout.asked("-m pip install") if "--no-deps" in line)
+    pin = re.search(r"kernel-lens==\S+", install)
+    assert pin
+
+    script = checkout.root / "scripts/environment.sh"
+    script.write_text(script.read_text().replace(pin[0], "kernel-lens==9.9"))  # another release is a change
+    checkout.environment("export,dev")
+    assert "--no-deps kernel-lens==9.9" in checkout.asked("-m pip install")[-1]
+
+
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
 def test_environment_follows_a_change(changed: str, checkout: Checkout) -> None:
     checkout.environment()
@@ -117,7 +131,7 @@ def test_environment_adds_extras_without_taking_others_away(checkout: Checkout) 
     checkout.environment("export,scripts")
     checkout.environment("export,scripts,dev")
     checkout.environment("export,scripts")
-    assert (checkout.venvs, checkout.installs) == (1, 2)
+    assert (checkout.venvs, checkout.installs) == (1, 3)  # dev: and the headers
 
 
 def test_environment_makes_anew_what_a_failed_install_left(checkout: Checkout) -> None:
