@@ -1,14 +1,15 @@
 """TensorRT plans: `trt-rtx` (TensorRT-RTX, builds without a GPU) and `trt` (TensorRT, builds on the device).
 
-One code path: the two differ in the table `BACKENDS` only. Networks are strongly typed, model-local functions are
-inlined by the parser, and whatever the parser or the builder refuses is an error that names graph, node and operator:
-no graph falls back to something else.
+One code path: the two differ in the table `BACKENDS` only. Networks are strongly typed. The operators' nodes become
+layers of the plugin library where one is given, else their functions are inlined by the parser. Whatever the parser or
+the builder refuses is an error that names graph, node and operator: no graph falls back to something else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import queue
@@ -94,6 +95,7 @@ class Built:
         inputs, outputs: names of the network's tensors.
         layers: type of every layer of the parsed network, functions inlined.
         fused: layers of the engine.
+        plugins: layers of the plugin library, by operator.
     """
 
     plan: Plan
@@ -103,6 +105,7 @@ class Built:
     outputs: list[str]
     layers: list[str]
     fused: list[FusedLayer]
+    plugins: dict[str, int]
 
 
 def table(backend: str) -> Backend:
@@ -179,6 +182,7 @@ def build_plans(
     out_dir: Path,
     progress: Callable[[Built], None] = lambda built: None,
     *,
+    plugins: Path | None = None,
     workers: int | None = None,
     timeout: float = TIMEOUT,
 ) -> list[Plan]:
@@ -187,6 +191,8 @@ def build_plans(
     Args:
         graphs: name -> ONNX file; its external data lies beside it.
         progress: called once a graph, as it is finished, with the builder's report.
+        plugins: library of the operators' plugins (engines/plugins/cuda_library.py); every node of an operator becomes
+            its layer. None: the operators' bodies of standard operators are built.
         workers: processes side by side; default from the table.
         timeout: seconds for one graph.
 
@@ -197,6 +203,9 @@ def build_plans(
         UserError: TensorRT is missing, refuses a graph, dies or takes too long; graph, node and operator are named.
     """
     row, here, targets = table(backend), version(backend), check(backend)
+    if plugins and not plugins.is_file():
+        raise UserError(f"there is no plugin library {plugins}: build one with  python -m engines.plugins build")
+    library = str(plugins.resolve()) if plugins else None
     count = max(1, min(workers or row.workers, len(graphs), os.cpu_count() or 1))
     jobs: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for name in [*graphs, *[None] * count]:
@@ -210,7 +219,8 @@ def build_plans(
                 while (graph := jobs.get()) is not None:
                     plan = Plan(graph, f"{graph}.{backend}.plan", backend, here, targets)
                     file = Path(folder, plan.file).resolve()
-                    job = {"onnx": str(Path(graphs[graph]).resolve()), "plan": str(file), "targets": row.targets}
+                    onnx = str(Path(graphs[graph]).resolve())
+                    job = {"onnx": onnx, "plan": str(file), "targets": row.targets, "plugins": library}
                     answer = worker.ask(graph, job, timeout)
                     fused = [FusedLayer(**layer) for layer in answer.pop("fused")]
                     results.put(Built(plan, bytes=file.stat().st_size, fused=fused, **answer))
@@ -235,28 +245,42 @@ def build_plans(
 def _workers(backend: str, count: int) -> Iterator[list[_Worker]]:
     """Worker processes that are gone when the block ends, however it ends."""
     pool: list[_Worker] = []
-    try:
-        for _ in range(count):
-            pool.append(_Worker(backend))
-        yield pool
-    finally:
-        for worker in pool:
-            worker.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        _link_libraries(f"{table(backend).module}_libs", Path(folder))
+        try:
+            for _ in range(count):
+                pool.append(_Worker(backend, folder))
+            yield pool
+        finally:
+            for worker in pool:
+                worker.stop()
+
+
+def _link_libraries(package: str, folder: Path) -> None:
+    """Names without version numbers for the package's libraries.
+
+    To find plugins, TensorRT-RTX's parser opens a library by such a name, which is not there, and ends the process.
+    """
+    spec = importlib.util.find_spec(package)
+    for place in (spec.submodule_search_locations if spec else None) or []:
+        for library in Path(place).glob("lib*.so.*"):
+            (folder / f"{library.name.partition('.so')[0]}.so").symlink_to(library.resolve())
 
 
 class _Worker:
     """One `engines.trt_worker` process; it builds many graphs, since starting it costs a second."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, libraries: str) -> None:
         self.backend = backend
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in stop)
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        paths = {"PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": libraries}
+        paths = {name: os.pathsep.join([p, *filter(None, [os.environ.get(name)])]) for name, p in paths.items()}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "engines.trt_worker", BACKENDS[backend].module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | paths,
             text=True,
         )
 

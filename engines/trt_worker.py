@@ -15,9 +15,11 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from types import ModuleType
 from typing import Any, TextIO
 
+from engines import trt_plugins
 from engines.errors import UserError, one_line
 
 # What the builder prints of the finished engine at verbosity DETAILED: one line a fused layer, with its ONNX nodes.
@@ -64,16 +66,20 @@ def make_logger(trt: ModuleType) -> Any:
     return Logger()
 
 
-def describe(error: Any) -> str:
-    """One parser error: node, operator and why."""
+def describe(error: Any, complaint: str) -> str:
+    """One parser error: node, operator and why; a plugin's complaint says it better than the parser."""
     functions = [*error.local_function_stack()] if error.local_function_stack_size() else []
     inside = f" in function {functions[0]}" if functions else ""
     node = f"unsupported node {error.node_name() or error.node()} ({error.node_operator()}){inside}"
-    return f"{node}: {one_line(Exception(error.desc()))}"
+    of_plugin = complaint.removeprefix(f"{error.node_operator()}: ")
+    return f"{node}: {of_plugin if of_plugin != complaint else one_line(Exception(error.desc()))}"
 
 
-def parse(trt: ModuleType, logger: Any, builder: Any, path: str) -> Any:
+def parse(trt: ModuleType, logger: Any, builder: Any, path: str, plugins: str | None) -> tuple[Any, dict[str, str]]:
     """ONNX file -> strongly typed network; external data is found beside the file.
+
+    Returns:
+        The network, and the operators of the nodes that are layers of the library `plugins`, by the nodes' names.
 
     Raises:
         UserError: the file cannot be read, or a node is not supported.
@@ -82,13 +88,22 @@ def parse(trt: ModuleType, logger: Any, builder: Any, path: str) -> Any:
     typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     network = builder.create_network(0 if typed is None else 1 << typed.value)
     parser = trt.OnnxParser(network, logger)
-    if not parser.parse_from_file(path):
+    nodes: dict[str, str] = {}
+    if plugins is None:
+        parsed = parser.parse_from_file(path)
+    else:
+        trt_plugins.load(trt, logger, plugins)
+        model, nodes = trt_plugins.prepare(path)
+        parsed = parser.parse(model, path)
+    if not parsed:
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
         if not errors or errors[0].node() < 0:  # the file or its weights, and the log says it best
             raise UserError("; ".join(logger.errors[:1]) or "the parser gave no reason")
-        errors = [describe(error) for error in errors]
+        complaint = trt_plugins.complaint(plugins) if plugins else ""
+        errors = [describe(error, complaint) for error in errors]
         raise UserError("; ".join(errors[:3]) + (f"; and {len(errors) - 3} more" if len(errors) > 3 else ""))
-    return network
+    trt_plugins.check_network(network, nodes)
+    return network, nodes
 
 
 def inspect(trt: ModuleType, logger: Any, plan: Any) -> list[dict[str, Any]]:
@@ -113,16 +128,18 @@ def build(trt: ModuleType, logger: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Build one plan.
 
     Args:
-        job: `onnx` and `plan` (paths), `targets` (compute capabilities; empty: the GPU that is present).
+        job: `onnx` and `plan` (paths), `targets` (compute capabilities; empty: the GPU that is present), `plugins`
+            (path of the plugin library, or null).
 
     Returns:
-        `layers`: the network's layer types; `fused`: the engine's layers; `inputs`, `outputs`: names; `seconds`.
+        `layers`: the network's layer types; `fused`: the engine's layers; `plugins`: plugin layers by operator;
+        `inputs`, `outputs`: names; `seconds`.
     """
     start = time.monotonic()
     logger.errors.clear()
     logger.report = ""
     builder = trt.Builder(logger)
-    network = parse(trt, logger, builder, job["onnx"])
+    network, nodes = parse(trt, logger, builder, job["onnx"], job["plugins"])
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if job["targets"]:
@@ -132,12 +149,15 @@ def build(trt: ModuleType, logger: Any, job: dict[str, Any]) -> dict[str, Any]:
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise UserError("the builder refused it: " + "; ".join(logger.errors[-2:]))
+    fused = inspect(trt, logger, plan)
+    trt_plugins.check_engine(fused, nodes)
     with open(job["plan"], "wb") as stream:
         stream.write(memoryview(plan))
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     return {
         "layers": [layer.type.name for layer in layers],
-        "fused": inspect(trt, logger, plan),
+        "fused": fused,
+        "plugins": Counter(nodes.values()),
         "inputs": [network.get_input(i).name for i in range(network.num_inputs)],
         "outputs": [network.get_output(i).name for i in range(network.num_outputs)],
         "seconds": time.monotonic() - start,
