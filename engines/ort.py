@@ -58,15 +58,16 @@ class OrtSession:
         inputs, outputs: name -> (numpy dtype, shape), as the graph declares them.
     """
 
-    def __init__(self, path: Path | str, threads: int | None = None) -> None:
+    def __init__(self, path: Path | str, threads: int | None = None, library: Path | None = None) -> None:
         """Load a graph; its external data is memory-mapped from the same folder.
 
         Args:
             path: the `.onnx` file.
             threads: threads inside an operator; None lets ONNX Runtime take every core.
+            library: kernels of our operators (`engines/plugins/cpu_library.py`); without it their bodies run.
 
         Raises:
-            UserError: the file is missing, or ONNX Runtime refuses it.
+            UserError: a file is missing, or ONNX Runtime refuses it.
         """
         ort = _onnxruntime()
         self.path = Path(path)
@@ -77,6 +78,13 @@ class OrtSession:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if threads is not None:
             options.intra_op_num_threads = threads
+        if library is not None:
+            try:
+                options.register_custom_ops_library(str(library.resolve(strict=True)))
+            except Exception as error:
+                raise UserError(
+                    f"{library}: ONNX Runtime {ort.__version__} cannot load the operators' kernels: {one_line(error)}"
+                ) from error
         try:
             self._session = ort.InferenceSession(str(path), options, providers=providers())
         except Exception as error:  # every failure to load is a class of its own, without a common base

@@ -13,6 +13,8 @@ from hypothesis import settings
 
 from engines import bundle as bundles
 from engines.bundle import Bundle
+from engines.errors import UserError
+from engines.plugins import cpu_library
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,3 +33,18 @@ def demo_bundle(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Bun
             command = [sys.executable, str(ROOT / "export" / "build.py"), "--out", str(shared)]
             subprocess.run(command, check=True, timeout=1500)
     return bundles.read(shared)
+
+
+@pytest.fixture(scope="session")
+def operator_library(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The ONNX Runtime library of our operators' CPU kernels, built once for all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    library = (base if worker_id == "master" else base.parent) / cpu_library.NAME
+    try:
+        cpu_library.compiler()
+    except UserError as error:
+        pytest.skip(str(error))
+    with FileLock(f"{library}.lock"):
+        if not library.is_file():
+            cpu_library.build(library)
+    return library

@@ -6,10 +6,12 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from engines.plugins import abi
 from export.onnx_functions import ATTENTION
 from export.operators import quant_kv_attention
 
 WIDTHS = st.sampled_from([8, 4])
+TYPES = st.sampled_from(["float32", "float16"])
 BLOCKS = st.tuples(st.sampled_from([1, 3, 32, 10**6]), st.sampled_from([1, 7, 32, 10**6]))
 
 
@@ -56,6 +58,43 @@ def inputs(
     )
     names = [str(each.name) for each in ATTENTION[bits].function_ir.inputs]
     return dict(zip(names, values, strict=True))
+
+
+def in_types(
+    x: dict[str, np.ndarray], activations: str, scales: tuple[str, str], biases: tuple[str, str]
+) -> dict[str, np.ndarray]:
+    """Rounded to these types: scales of keys and of values, biases of the store and of the window."""
+    kinds = dict(zip(("key_scale", "value_scale", "store_bias", "window_bias"), (*scales, *biases), strict=True))
+    return {name: v if v.dtype == np.int8 else v.astype(kinds.get(name, activations)) for name, v in x.items()}
+
+
+def type_of(array: np.ndarray) -> int:
+    return {"float32": abi.FLOAT32, "float16": abi.FLOAT16}[array.dtype.name]
+
+
+def arguments(
+    x: dict[str, np.ndarray], scale: float, bits: tuple[int, int], outputs: list[np.ndarray | None]
+) -> abi.Attention:
+    """What a kernel on the host takes; `outputs`: output, store_mass and window_mass, None what is not wanted."""
+    batch, heads, queries, head_dim = x["query"].shape
+    kv_heads, slots = x["key_store"].shape[1:3]
+
+    def at(array: np.ndarray | None) -> int | None:
+        assert array is None or array.flags.c_contiguous
+        return None if array is None else array.ctypes.data
+
+    def store(codes: np.ndarray, scale: np.ndarray, width: int) -> abi.Store:
+        return abi.Store(at(codes), at(scale), type_of(scale), width, scale.shape[0], *scale.shape[2:])
+
+    return abi.Attention(
+        *(batch, kv_heads, heads // kv_heads, queries, slots, x["key_window"].shape[2], head_dim),
+        *(type_of(x[name]) for name in ("query", "store_bias", "window_bias")),
+        *(scale, at(x["query"])),
+        store(x["key_store"], x["key_scale"], bits[0]),
+        store(x["value_store"], x["value_scale"], bits[1]),
+        *(at(x[name]) for name in ("store_bias", "key_window", "value_window", "window_bias")),
+        *map(at, outputs),
+    )
 
 
 def exact(x: dict[str, np.ndarray], scale: float, bits: tuple[int, int] = (8, 8)) -> list[np.ndarray]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from ctypes import POINTER, Structure, c_float, c_int8, c_int64
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,91 +12,64 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engines.attention_inputs import BLOCKS, WIDTHS, exact, inputs
+from engines.plugins import abi, cpu_library
+from tests.engines.attention_inputs import BLOCKS, TYPES, WIDTHS, arguments, exact, in_types, inputs
 
-SOURCE = Path(__file__).parents[2] / "engines" / "plugins" / "cpu" / "attention.cc"
-FLOATS = POINTER(c_float)
+TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
+RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, TASK, ctypes.c_size_t, ctypes.c_void_p)
 many = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-class Store(Structure):
-    _fields_ = (
-        ("codes", POINTER(c_int8)),
-        ("scale", FLOATS),
-        *((name, c_int64) for name in ("bits", "scale_batch", "token_blocks", "channel_blocks")),
-    )
+class Threads(ctypes.Structure):
+    """UnicacheThreads of cpu.h."""
 
-
-class Attention(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("batch", "kv_heads", "group", "queries", "slots", "window", "head_dim")),
-        ("softmax_scale", c_float),
-        ("query", FLOATS),
-        ("key", Store),
-        ("value", Store),
-        *((name, FLOATS) for name in ("store_bias", "key_window", "value_window", "window_bias")),
-        *((name, FLOATS) for name in ("output", "store_mass", "window_mass")),
-    )
+    _fields_ = (("run", RUN), ("context", ctypes.c_void_p))
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if not (compiler := shutil.which("g++")):
-        pytest.skip("g++ is not installed")
-    path = tmp_path_factory.mktemp("kernel") / "libunicache_cpu.so"
-    command = [compiler, "-O3", "-std=c++17", "-Wall", "-Wextra", "-shared", "-fPIC"]
-    built = subprocess.run([*command, str(SOURCE), "-o", str(path)], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    return ctypes.CDLL(str(path))
+def library(operator_library: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(operator_library))
 
 
-@pytest.fixture(params=["plain", "avx2", "avx512"])
+@pytest.fixture(params=cpu_library.PATHS)
 def path(request: pytest.FixtureRequest, library: ctypes.CDLL) -> bytes:
     name = request.param.encode()
-    if not library.unicache_attention_runs(name):
+    if not library.unicache_cpu_runs(name):
         pytest.skip(f"this processor does not run the path {request.param}")
     return name
 
 
-def run(library: ctypes.CDLL, path: bytes | None, x: dict[str, np.ndarray], scale: float, bits: tuple[int, int]):
-    """The kernel's three outputs; they start as NaN, so that a number left out shows."""
-    batch, heads, queries, head_dim = x["query"].shape
-    kv_heads, slots = x["key_store"].shape[1:3]
-    window = x["key_window"].shape[2]
-    outputs = [
-        np.full(shape, np.nan, np.float32)
-        for shape in (x["query"].shape, (batch, kv_heads, slots), (batch, kv_heads, window))
-    ]
-
-    def floats(array: np.ndarray):
-        assert array.dtype == np.float32
-        assert array.flags.c_contiguous
-        return array.ctypes.data_as(FLOATS)
-
-    def store(codes: np.ndarray, scales: np.ndarray, width: int) -> Store:
-        scale_batch, _, token_blocks, channel_blocks = scales.shape
-        pointer = codes.ctypes.data_as(POINTER(c_int8))
-        return Store(pointer, floats(scales), width, scale_batch, token_blocks, channel_blocks)
-
-    arguments = Attention(
-        *(batch, kv_heads, heads // kv_heads, queries, slots, window, head_dim, scale, floats(x["query"])),
-        store(x["key_store"], x["key_scale"], bits[0]),
-        store(x["value_store"], x["value_scale"], bits[1]),
-        *map(floats, (x["store_bias"], x["key_window"], x["value_window"], x["window_bias"], *outputs)),
-    )
-    # In two calls, as two threads would share the heads.
-    half, last = c_int64(batch * kv_heads // 2), c_int64(batch * kv_heads)
-    assert library.unicache_attention(ctypes.byref(arguments), c_int64(0), half, path) == 0
-    assert library.unicache_attention(ctypes.byref(arguments), half, last, path) == 0
+def run(
+    library: ctypes.CDLL,
+    path: bytes | None,
+    x: dict[str, np.ndarray],
+    scale: float,
+    bits: tuple[int, int],
+    wanted: int = 3,
+    threads: Threads | None = None,
+) -> list[np.ndarray]:
+    """The kernel's outputs, the first `wanted`; they start as NaN, so that a number left out shows."""
+    masses = x["store_bias"].shape, (*x["store_bias"].shape[:2], x["key_window"].shape[2])
+    outputs = [np.full(shape, np.nan, x["query"].dtype) for shape in (x["query"].shape, *masses)][:wanted]
+    asked = arguments(x, scale, bits, [*outputs, *[None] * (3 - wanted)])
+    shared = None if threads is None else ctypes.byref(threads)
+    assert library.unicache_cpu_quant_kv_attention(ctypes.byref(asked), path, shared) == 0
     return outputs
 
 
-def check(library: ctypes.CDLL, path: bytes | None, x: dict[str, np.ndarray], bits: tuple[int, int] = (8, 8)) -> None:
+def check(
+    library: ctypes.CDLL, path: bytes | None, x: dict[str, np.ndarray], bits: tuple[int, int] = (8, 8), **options: Any
+) -> None:
+    # A float16 result is the exact one, rounded: to one part in 2048, or to the nearest of the smallest numbers.
+    near = 6e-4 if x["query"].dtype == np.float16 else 1e-5
     scale = x["query"].shape[-1] ** -0.5
-    names = ("output", "store_mass", "window_mass")
-    for name, got, w in zip(names, run(library, path, x, scale, bits), exact(x, scale, bits), strict=True):
-        assert np.isfinite(got).all(), name
-        np.testing.assert_allclose(got, w, atol=1e-5, rtol=1e-5, err_msg=name)
+    names, got = ("output", "store_mass", "window_mass"), run(library, path, x, scale, bits, **options)
+    for name, ours, theirs in zip(names, got, exact(x, scale, bits), strict=False):
+        assert np.isfinite(ours).all(), name
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=near, err_msg=name)
+
+
+SHAPE: dict[str, Any] = {"batch": 2, "kv_heads": 2, "group": 3, "queries": 2, "slots": 45, "window": 3, "head_dim": 80}
 
 
 @many
@@ -108,19 +79,39 @@ def check(library: ctypes.CDLL, path: bytes | None, x: dict[str, np.ndarray], bi
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
     queries=st.integers(1, 8),
-    slots=st.sampled_from([1, 2, 31, 32, 33, 77, 257]),
-    window=st.sampled_from([1, 5, 32, 41]),
-    head_dim=st.sampled_from([1, 5, 33, 64, 80, 96, 100, 127, 128, 256]),
+    slots=st.sampled_from([1, 2, 31, 63, 64, 65, 77, 257]),
+    window=st.sampled_from([0, 1, 5, 32, 41, 70]),
+    head_dim=st.sampled_from([1, 5, 16, 32, 33, 64, 80, 96, 100, 127, 128, 256]),
     filled=st.sampled_from([0.0, 0.5, 1.0]),
     bits=st.tuples(WIDTHS, WIDTHS),
     blocks=st.tuples(BLOCKS, BLOCKS),
     shared=st.booleans(),
+    types=st.tuples(TYPES, st.tuples(TYPES, TYPES), st.tuples(TYPES, TYPES)),
+    wanted=st.integers(1, 3),
 )
-def test_every_path_is_the_operator(library: ctypes.CDLL, path: bytes, seed: int, bits: tuple[int, int], **shape):
-    check(library, path, inputs(np.random.default_rng(seed), bits=bits, **shape), bits)
+def test_every_path_is_the_operator(
+    library: ctypes.CDLL, path: bytes, seed: int, bits: tuple[int, int], types: Any, wanted: int, **shape: Any
+) -> None:
+    x = inputs(np.random.default_rng(seed), bits=bits, **shape)
+    if not shape["window"]:
+        x["store_bias"][..., -1] = 0  # all masked is a test of its own
+    check(library, path, in_types(x, *types), bits, wanted=wanted)
 
 
-SHAPE: dict[str, Any] = {"batch": 2, "kv_heads": 2, "group": 3, "queries": 2, "slots": 45, "window": 3, "head_dim": 80}
+@pytest.mark.parametrize("queries", [1, 3])
+def test_threads_change_nothing(library: ctypes.CDLL, queries: int) -> None:
+    """Parts of a long store, in any order and at once: the same bits as one after the other."""
+    x = inputs(np.random.default_rng(0), **{**SHAPE, "slots": 2500, "queries": queries}, filled=0.9)
+    with ThreadPoolExecutor(3) as pool:
+
+        def run_tasks(_: object, task: Any, count: int, data: int) -> int:
+            assert count == 2 * 2 * 4  # of a head, three parts of its store and its window
+            return len(list(pool.map(lambda i: task(data, i), np.random.default_rng(1).permutation(count)))) - count
+
+        threads = Threads(RUN(run_tasks), None)
+        check(library, None, x, threads=threads)
+        alone, shared = (run(library, None, x, 0.125, (8, 8), threads=each) for each in (None, threads))
+    assert all((a == b).all() for a, b in zip(alone, shared, strict=True))
 
 
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
@@ -162,9 +153,21 @@ def test_the_largest_logit_may_come_last(library: ctypes.CDLL, path: bytes) -> N
 
 
 def test_an_unknown_path_is_refused(library: ctypes.CDLL) -> None:
-    assert not library.unicache_attention_runs(b"sse9")
-    assert library.unicache_attention(ctypes.byref(Attention()), c_int64(0), c_int64(0), b"sse9") == 1
+    assert not library.unicache_cpu_runs(b"sse9")
+    assert library.unicache_cpu_quant_kv_attention(ctypes.byref(abi.Attention()), b"sse9", None) == 1
 
 
 def test_without_a_path_the_fastest_runs(library: ctypes.CDLL) -> None:
     check(library, None, inputs(np.random.default_rng(0), **SHAPE, filled=0.5))
+
+
+def test_float16_is_rounded_to_the_nearest_even(library: ctypes.CDLL, path: bytes) -> None:
+    """Two tokens of equal weight: the output is the mean of two values, exact before it is rounded."""
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    every = every[np.isfinite(every)]
+    x = inputs(np.random.default_rng(0), 1, 1, 1, 1, 1, 2, len(every), filled=0.0)
+    x = in_types(x, "float16", ("float32", "float32"), ("float32", "float32"))
+    x["key_window"][:], x["window_bias"][:] = 0, 0
+    x["value_window"][0, 0] = every, np.random.default_rng(0).permutation(every)
+    got = run(library, path, x, 1.0, (8, 8))[0][0, 0, 0]
+    np.testing.assert_array_equal(got, x["value_window"][0, 0].astype(np.float32).mean(0).astype(np.float16))

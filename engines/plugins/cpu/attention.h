@@ -1,36 +1,35 @@
-// QuantKVAttention on a CPU: the arguments of its kernel, all in C types. `export/operators.py` states what it computes.
+// QuantKVAttention on a CPU, inside: what attention.cc, which shares out the work, and the paths, one file an
+// instruction set, know of each other. A path is compiled for its instruction set and includes nothing that another file
+// might share with it: no templates or inline functions of the standard library.
 #pragma once
-#include <cstdint>
+#include "cpu.h"
 
-extern "C" {
+namespace unicache {
 
-// Codes in int8 bytes, and one scale a block of tokens and channels; row-major.
-struct UnicacheStore {
-    const int8_t* codes;  // [batch, kv_heads, slots, head_dim or ceil(head_dim / 2)]
-    const float* scale;   // [scale_batch, kv_heads, token_blocks, channel_blocks]
-    int64_t bits;         // of a code: 8 or 4
-    int64_t scale_batch;  // batch, or 1: all share it
-    int64_t token_blocks, channel_blocks;
+constexpr int64_t TILE = 64;    // tokens that a path works on at a time
+constexpr int64_t PART = 1024;  // slots of a KV head that one task attends to: a whole number of tiles
+constexpr int64_t ALIGN = 16;   // floats: what starts at a multiple of it starts a cache line
+
+// One call. A KV head has `parts` parts: stretches of its store, and its window, the last. Each is attended to by itself,
+// by any thread; a second pass puts a head's parts together.
+struct Job {
+    UnicacheAttention a;
+    int64_t rows;   // query rows that share the keys of a KV head: group * queries
+    int64_t width;  // of a row of floats: head_dim up to a multiple of ALIGN
+    int64_t parts, tiles;   // of a KV head
+    float* output;          // [heads, parts, rows, width], relative to `largest`, not yet divided by `total`
+    float *largest, *total; // [heads, parts, rows]
+    float* weights;         // [heads, tiles, rows, TILE], relative to `tops` [heads, tiles, rows]; null: no mass is wanted
+    float* tops;
+    int64_t scratch;  // floats that a task needs for itself
 };
 
-struct UnicacheAttention {
-    int64_t batch, kv_heads, group, queries, slots, window, head_dim;
-    float softmax_scale;
-    const float* query;  // [batch, kv_heads * group, queries, head_dim]
-    UnicacheStore key, value;
-    const float* store_bias;    // [batch, kv_heads, slots]
-    const float* key_window;    // [batch, kv_heads, window, head_dim]
-    const float* value_window;  // the same
-    const float* window_bias;   // [batch, queries, window]
-    float* output;              // as query
-    float* store_mass;          // [batch, kv_heads, slots]
-    float* window_mass;         // [batch, kv_heads, window]
+// Both steps take a head, a part and memory of `scratch` floats.
+struct Path {
+    void (*attend)(const Job&, int64_t head, int64_t part, float* scratch);
+    void (*finish)(const Job&, int64_t head, int64_t part, float* scratch);
 };
 
-// Whether this processor runs a path: "plain", "avx2" or "avx512".
-int unicache_attention_runs(const char* path);
+extern const Path avx512, avx2, neon, plain;
 
-// KV heads first .. last - 1 of the batch * kv_heads, which any threads may share out. `path`: NULL is the fastest that
-// runs here. Returns 0, or 1 where the path does not run here, 2 where memory is out.
-int unicache_attention(const UnicacheAttention* arguments, int64_t first, int64_t last, const char* path);
-}
+}  // namespace unicache

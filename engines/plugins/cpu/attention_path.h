@@ -1,233 +1,293 @@
-// The kernel in vectors of LANES floats, in namespace PATH: `attention.cc` includes it once an instruction set.
+// The kernel of a path. The file that includes this one defines vectors first, of LANES floats:
+//   Vec; load, store, fill (all lanes), fma (a * b + c), maximum, nearest (whole numbers), scale (x * 2^n), top (the largest
+//   lane), sums (of four vectors each), codes8 and codes4 (LANES bytes to floats), halves (from float16) and to_halves.
 //
-// A KV head's keys and values are read once, a tile of tokens at a time, for all rows: the queries of all query heads of
-// its group. The softmax is online: weights are relative to the largest logit so far, and what was summed before is
-// scaled down when a larger one comes. The weights are kept, for the attention that every slot received.
-// No include guard: it is included several times.
+// Keys and values of a KV head are read once, a tile of tokens at a time, for all query rows of its group. Codes become
+// floats in registers, or in a tile that stays in the first-level cache where there are many rows. Scales are factors of
+// the query or the logits (keys), and of the weights or the output (values), wherever their blocks allow it. The softmax
+// is online: weights are relative to the largest logit so far, and what was summed before is scaled down when a larger
+// one comes. The weights are kept, for the attention that every slot received.
+#include <math.h>
+
+#include "attention_rows.h"
+
 namespace {
-namespace PATH {
 
-typedef float Vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef float Four __attribute__((vector_size(16)));
+constexpr float LOWEST = -1e4f;    // masks are finite, so that a fully masked row stays finite
+constexpr float NOTHING = -3e38f;  // below every logit
 
-#define INLINE static inline __attribute__((always_inline))
-
-template <class T>
-INLINE T load(const void* from) {
-    T x;
-    __builtin_memcpy(&x, from, sizeof x);
-    return x;
-}
-
-template <class T>
-INLINE void store(float* to, T x) {
-    __builtin_memcpy(to, &x, sizeof x);
-}
-
-INLINE Vec floats(Ints x) { return __builtin_convertvector(x, Vec); }
-
-// The lanes' sum in four parts.
-INLINE Four fold(Vec x) {
-    float parts[LANES];
-    __builtin_memcpy(parts, &x, sizeof x);
-    Four sum = load<Four>(parts);
-    for (int i = 4; i < LANES; i += 4) sum += load<Four>(parts + i);
-    return sum;
-}
-
-// Four sums at once: lane i is the sum of x[i].
-INLINE Four sums(const Vec (&x)[4]) {
-    typedef int32_t Order __attribute__((vector_size(16)));
-    const Order low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, first = {0, 1, 4, 5}, second = {2, 3, 6, 7};
-    const Four a = fold(x[0]), b = fold(x[1]), c = fold(x[2]), d = fold(x[3]);
-    const Four ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-    const Four cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, high);
-    return __builtin_shuffle(ab, cd, first) + __builtin_shuffle(ab, cd, second);
-}
-
-// exp of numbers up to 0: 2^n times a Taylor series of the rest, at most ln(2) / 2 from 0; exactly 0 below -87.
+// exp of numbers up to 0: 2^n times a Taylor series of the rest, at most ln(2) / 2 from 0; exactly 0 below -88.
 INLINE Vec exponential(Vec x) {
-    const Ints normal = x > -87.f;
-    x = normal ? x : Vec{} - 87.f;
-    const Ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);  // rounds to the nearest, towards 0 from below
-    const Vec r = (x - floats(n) * 0.693359375f) + floats(n) * 2.12194440e-4f;  // ln(2) in two parts
-    Vec series = Vec{} + 1.f / 5040;
-    for (float factor : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f}) series = series * r + factor;
-    return (Vec)((Ints)(series * (Vec)((n + 127) << 23)) & normal);
+    x = maximum(x, fill(-88.f));
+    const Vec n = nearest(x * fill(1.44269504f));
+    const Vec r = fma(n, fill(2.12194440e-4f), fma(n, fill(-0.693359375f), x));  // ln(2) in two parts
+    Vec series = fill(1.f / 5040);
+    constexpr float terms[] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f};
+    for (float term : terms) series = fma(series, r, fill(term));
+    return scale(series, n);  // 2^-127 is 0 there
 }
 
-// Codes of one token -> floats times `by`, one a channel. Plain loops, which the compiler turns into vectors: it widens
-// bytes better there than it converts vectors of them.
-INLINE void unpack8(const int8_t* __restrict codes, int64_t head_dim, const float* __restrict by,
-                    float* __restrict out) {
-    for (int64_t d = 0; d < head_dim; d++) out[d] = codes[d] * by[d];
-}
-
-// Byte j holds the codes of channels j, in its low half, and j + bytes.
-INLINE void unpack4(const int8_t* __restrict codes, int64_t bytes, int64_t head_dim, const float* __restrict by,
-                    float* __restrict out) {
-    for (int64_t j = 0; j < bytes; j++) out[j] = (((codes[j] + 128) & 15) - 8) * by[j];
-    for (int64_t d = bytes; d < head_dim; d++) out[d] = (((codes[d - bytes] + 128) >> 4) - 8) * by[d];
-}
-
-// Tokens start .. start + TILE - 1 -> floats [TILE, width]; rows beyond the last are zeros. `by`: room for their scales.
-static void unpack(const Rows& rows, int64_t start, int64_t width, float* by, float* tile) {
-    const int64_t end = std::min(start + TILE, rows.count), each = rows.codes ? rows.tokens_each() : 1;
-    for (int64_t c = start; c < end; c++, tile += width) {
-        if (!rows.codes) {
-            std::memcpy(tile, rows.floats + c * rows.head_dim, rows.head_dim * sizeof(float));
-            continue;
-        }
-        if (c == start || c % each == 0) {
-            if (rows.folds()) std::fill(by, by + rows.head_dim, 1.f);
-            else rows.channel_scales(c / each, by);
-        }
-        const int8_t* codes = rows.codes + c * rows.bytes;
-        if (rows.bits == 8) unpack8(codes, rows.head_dim, by, tile);
-        else unpack4(codes, rows.bytes, rows.head_dim, by, tile);
-    }
-    std::fill(tile, tile + (start + TILE - end) * width, 0.f);
-}
-
-// Logits [N, TILE] of N rows of queries [N, width] and a tile of keys.
-template <int N>
-INLINE void logits(const float* query, const float* tile, int64_t width, float* out) {
-    for (int64_t t = 0; t < TILE; t += 4) {
-        Vec sum[N][4] = {};
-        for (int64_t d = 0; d < width; d += LANES)
+// Logits [N, TILE] of N query rows and the keys of tokens first .. last - 1.
+template <int N, class Source>
+INLINE void logits(const float* query, const Source& keys, int64_t first, int64_t last, int64_t width, float* out) {
+    for (int64_t t = first; t < last; t += 4) {
+        Vec sum[N][4];
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < 4; i++) sum[n][i] = fill(0);
+        for (int64_t d = 0; d < keys.half; d += LANES)
             for (int i = 0; i < 4; i++) {
-                const Vec key = load<Vec>(tile + (t + i) * width + d);
-                for (int n = 0; n < N; n++) sum[n][i] += key * load<Vec>(query + n * width + d);
+                Vec key[Source::EACH];
+                keys.get(least(t + i, last - 1), d, key);
+                for (int e = 0; e < Source::EACH; e++)
+                    for (int n = 0; n < N; n++)
+                        sum[n][i] = fma(key[e], load(query + n * width + e * keys.half + d), sum[n][i]);
             }
-        for (int n = 0; n < N; n++) store(out + n * TILE + t, sums(sum[n]));
+        sums<N>(sum, out + t, TILE);
     }
 }
 
-// output [N, W vectors of a row] = output * shrink[N] + weights [N, TILE] @ tile.
-template <int N, int W>
-INLINE void mix(const float* weights, const float* tile, const float* shrink, int64_t width, float* output) {
-    Vec sum[N][W];
+// output [N, W vectors from `column`, and as many `half` columns on] = output * shrink[N] + weights [N, TILE] @ values.
+template <int N, int W, class Source>
+INLINE void mix(const float* const (&weights)[2], const Source& values, int64_t tokens, int64_t column, const float* shrink,
+                int64_t width, float* output) {
+    constexpr int EACH = Source::EACH;
+    Vec sum[N][W][EACH];
     for (int n = 0; n < N; n++)
-        for (int w = 0; w < W; w++) sum[n][w] = load<Vec>(output + n * width + w * LANES) * shrink[n];
-    for (int64_t t = 0; t < TILE; t++)
+        for (int w = 0; w < W; w++)
+            for (int e = 0; e < EACH; e++)
+                sum[n][w][e] = load(output + n * width + column + w * LANES + e * values.half) * fill(shrink[n]);
+    for (int64_t t = 0; t < tokens; t++)
         for (int w = 0; w < W; w++) {
-            const Vec value = load<Vec>(tile + t * width + w * LANES);
-            for (int n = 0; n < N; n++) sum[n][w] += value * weights[n * TILE + t];
+            Vec value[EACH];
+            values.get(t, column + w * LANES, value);
+            for (int e = 0; e < EACH; e++)
+                for (int n = 0; n < N; n++) sum[n][w][e] = fma(value[e], fill(weights[e][n * TILE + t]), sum[n][w][e]);
         }
     for (int n = 0; n < N; n++)
-        for (int w = 0; w < W; w++) store(output + n * width + w * LANES, sum[n][w]);
+        for (int w = 0; w < W; w++)
+            for (int e = 0; e < EACH; e++)
+                store(output + n * width + column + w * LANES + e * values.half, sum[n][w][e]);
+}
+
+template <int N, class Source>
+INLINE void mix_columns(const float* const (&weights)[2], const Source& values, int64_t tokens, int64_t first, int64_t last,
+                        const float* shrink, int64_t width, float* output) {
+    constexpr int W = 4 / Source::EACH;
+    int64_t d = first;
+    for (; d + W * LANES <= last; d += W * LANES) mix<N, W>(weights, values, tokens, d, shrink, width, output);
+    for (; d < last; d += LANES) mix<N, 1>(weights, values, tokens, d, shrink, width, output);
 }
 
 template <int N>
-INLINE void mix_rows(const float* weights, const float* tile, const float* shrink, int64_t width, float* output) {
-    int64_t d = 0;
-    for (; d + 4 * LANES <= width; d += 4 * LANES) mix<N, 4>(weights, tile + d, shrink, width, output + d);
-    for (; d < width; d += LANES) mix<N, 1>(weights, tile + d, shrink, width, output + d);
+struct Count {
+    static constexpr int value = N;
+};
+
+// Calls pass(Count<N>, first row) for all rows, N at a time, and for those left.
+template <int N, class Pass>
+INLINE void in_passes(int64_t rows, const Pass& pass, int64_t first = 0) {
+    for (; first + N <= rows; first += N) pass(Count<N>{}, first);
+    if constexpr (N > 1)
+        if (first < rows) in_passes<N - 1>(rows, pass, first);
+}
+
+// How the scales of keys or values are multiplied in.
+enum class Scales { none, folded, factors, unpacked };
+
+// Keys: into the query, for every block of tokens; into the logits; or into the unpacked rows.
+Scales of_keys(const Rows& keys) {
+    if (!keys.codes) return Scales::none;
+    const bool long_blocks = keys.tokens_each >= 16 && keys.tokens_each % 4 == 0;
+    if (keys.token_blocks == 1 || long_blocks) return Scales::folded;
+    return keys.channel_blocks == 1 ? Scales::factors : Scales::unpacked;
+}
+
+// Values: into the output; into the weights, for every block of channels; or into the unpacked rows.
+Scales of_values(const Rows& values) {
+    if (!values.codes) return Scales::none;
+    if (values.token_blocks == 1) return Scales::folded;
+    const bool vectors = values.channels_each % LANES == 0 && (values.bits == 8 || values.bytes % values.channels_each == 0);
+    return values.channel_blocks == 1 || vectors ? Scales::factors : Scales::unpacked;
+}
+
+// Calls f with a tile's rows as they are best read: codes, or floats in `tile`, to which they are unpacked.
+template <class F>
+INLINE void with_rows(const Rows& rows, Scales scales, int64_t readers, int64_t start, int64_t tokens, int64_t width,
+                      float* by, float* tile, const F& f) {
+    const int8_t* codes = rows.codes + start * rows.bytes;
+    const bool whole = rows.codes && rows.head_dim % (LANES * (rows.bits == 8 ? 1 : 2)) == 0;
+    if (whole && readers <= DIRECT && scales != Scales::unpacked) {
+        if (rows.bits == 8) f(Codes8{codes, rows.bytes, rows.bytes});
+        else f(Codes4{codes, rows.bytes, rows.bytes});
+    } else {
+        unpack(rows, whole, start, tokens, width, scales == Scales::unpacked ? by : nullptr, tile);
+        f(Floats{tile, width, width});
+    }
 }
 
 // Logits [TILE] of a row -> weights relative to the largest logit so far; returns what earlier sums are scaled by.
-INLINE float online_softmax(const float* bias, int64_t tokens, float* row, float& largest, float& total) {
-    float top = largest;
-    for (int64_t t = 0; t < TILE; t++) {
-        row[t] = t < tokens ? row[t] + std::max(bias[t], LOWEST) : NOTHING;
-        top = std::max(top, row[t]);
-    }
-    const float shrink = std::exp(largest - top);
-    Vec sum = {};
+INLINE float online_softmax(const float* factors, const float* bias, int64_t tokens, float* row, float& largest,
+                            float& total) {
+    for (int64_t t = tokens; t < TILE; t++) row[t] = 0;  // and a bias that leaves nothing of them
+    Vec most = fill(largest);
     for (int64_t t = 0; t < TILE; t += LANES) {
-        const Vec weight = exponential(load<Vec>(row + t) - top);
-        store(row + t, weight);
-        sum += weight;
+        const Vec logit = fma(load(row + t), load(factors + t), load(bias + t));
+        store(row + t, logit);
+        most = maximum(most, logit);
     }
-    const Four parts = fold(sum);
-    total = total * shrink + (parts[0] + parts[1]) + (parts[2] + parts[3]);
-    largest = top;
+    const float now = top(most), shrink = expf(largest - now);
+    Vec sum = fill(0);
+    for (int64_t t = 0; t < TILE; t += LANES) {
+        const Vec weight = exponential(load(row + t) - fill(now));
+        store(row + t, weight);
+        sum = sum + weight;
+    }
+    float lanes[LANES], all = 0;
+    store(lanes, sum);
+    for (float lane : lanes) all += lane;
+    total = total * shrink + all;
+    largest = now;
     return shrink;
 }
 
-// All rows of one KV head.
-struct Head {
-    int64_t rows, width;
-    Buffer scaled, output, tile, by, largest, total, shrink;
-
-    Head(int64_t rows, int64_t head_dim)
-        : rows(rows), width((head_dim + LANES - 1) / LANES * LANES), scaled(rows * width), output(rows * width),
-          tile(TILE * width), by(width), largest(rows), total(rows), shrink(rows) {
-        std::fill(largest.data(), largest.data() + rows, NOTHING);
-    }
-
-    // Attend to some keys and values. `bias`: row r's is at (r % queries) * stride. Of every tile it leaves the weights
-    // [rows, TILE] and the logits [rows] that they are relative to.
-    void attend(const Rows& keys, const Rows& values, const float* query, float scale, const float* bias,
-                int64_t queries, int64_t stride, float* weights, float* tops) {
-        if (!keys.count) return;
-        const int64_t head_dim = keys.head_dim;
-        float *q = scaled.data(), *x = tile.data(), *o = output.data();
-        std::fill(by.data(), by.data() + head_dim, 1.f);
-        if (keys.folds()) keys.channel_scales(0, by.data());
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t d = 0; d < head_dim; d++) q[r * width + d] = query[r * head_dim + d] * scale * by.data()[d];
-
-        for (int64_t start = 0; start < keys.count; start += TILE, weights += rows * TILE, tops += rows) {
-            unpack(keys, start, width, by.data(), x);
-            int64_t r = 0;
-            for (; r + 2 <= rows; r += 2) logits<2>(q + r * width, x, width, weights + r * TILE);
-            for (; r < rows; r++) logits<1>(q + r * width, x, width, weights + r * TILE);
-            for (r = 0; r < rows; r++) {
-                shrink.data()[r] = online_softmax(bias + r % queries * stride + start, keys.count - start,
-                                                  weights + r * TILE, largest.data()[r], total.data()[r]);
-                tops[r] = largest.data()[r];
-            }
-            unpack(values, start, width, by.data(), x);
-            for (r = 0; r + 2 <= rows; r += 2)
-                mix_rows<2>(weights + r * TILE, x, shrink.data() + r, width, o + r * width);
-            for (; r < rows; r++) mix_rows<1>(weights + r * TILE, x, shrink.data() + r, width, o + r * width);
-        }
-        if (!values.folds()) return;
-        values.channel_scales(0, by.data());
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t d = 0; d < head_dim; d++) o[r * width + d] *= by.data()[d];
-    }
-
-    // The attention that each of `count` tokens received: summed over the queries, averaged over the group.
-    void mass(int64_t count, int64_t group, const float* weights, const float* tops, float* out) {
-        std::fill(out, out + count, 0.f);
-        for (int64_t start = 0; start < count; start += TILE)
-            for (int64_t r = 0; r < rows; r++, tops++, weights += TILE) {
-                const float factor = std::exp(*tops - largest.data()[r]) / (total.data()[r] * group);
-                for (int64_t t = 0; t < std::min(TILE, count - start); t++) out[start + t] += weights[t] * factor;
-            }
+// Memory that a task has for itself, taken in whole cache lines.
+struct Scratch {
+    float* next;
+    float* take(int64_t floats) {
+        float* taken = next;
+        next += (floats + ALIGN - 1) / ALIGN * ALIGN;
+        return taken;
     }
 };
 
-static void attend(const UnicacheAttention& a, int64_t head) {
-    const int64_t b = head / a.kv_heads, rows = a.group * a.queries;
-    const int64_t store_tiles = (a.slots + TILE - 1) / TILE, tiles = store_tiles + (a.window + TILE - 1) / TILE;
-    const float* query = a.query + head * rows * a.head_dim;
-    Head state(rows, a.head_dim);
-    Buffer weights(tiles * rows * TILE), tops(tiles * rows);
-    float *recent = weights.data() + store_tiles * rows * TILE, *recent_tops = tops.data() + store_tiles * rows;
+void attend(const Job& job, int64_t head, int64_t part, float* memory) {
+    const UnicacheAttention& a = job.a;
+    const int64_t rows = job.rows, width = job.width, head_dim = a.head_dim, state = (head * job.parts + part) * rows;
+    const bool window = part + 1 == job.parts;
+    const Rows keys = window ? window_rows(a, a.key_window, head) : store_rows(a, a.key, head);
+    const Rows values = window ? window_rows(a, a.value_window, head) : store_rows(a, a.value, head);
+    const Scales key_scales = of_keys(keys), value_scales = of_values(values);
+    const int64_t begin = window ? 0 : part * PART, end = window ? a.window : least(begin + PART, a.slots);
+    const int64_t biases = window ? a.queries : 1;  // of a token: the window has one for each query
 
-    state.attend(store_rows(a, a.key, b, head), store_rows(a, a.value, b, head), query, a.softmax_scale,
-                 a.store_bias + head * a.slots, a.queries, 0, weights.data(), tops.data());
-    // After the store: a scale of its values that is folded into the output must not touch the window's.
-    state.attend(window_rows(a, a.key_window, head), window_rows(a, a.value_window, head), query, a.softmax_scale,
-                 a.window_bias + b * a.queries * a.window, a.queries, a.window, recent, recent_tops);
+    Scratch scratch{memory};
+    float *query = scratch.take(rows * width), *scaled = scratch.take(rows * width), *tile = scratch.take(TILE * width);
+    float *by = scratch.take(width), *shrink = scratch.take(rows), *room = scratch.take(TILE * width);
+    float *factors = scratch.take(TILE), *shared = scratch.take(TILE), *bias = scratch.take(biases * TILE);
+    float* const unkept = scratch.take(rows * TILE);
+    float* const factored[2] = {scratch.take(rows * TILE), scratch.take(rows * TILE)};
+    float *output = job.output + state * width, *largest = job.largest + state, *total = job.total + state;
 
-    float* out = a.output + head * rows * a.head_dim;
     for (int64_t r = 0; r < rows; r++) {
-        const float total = state.total.data()[r];  // 0 where there is no token at all
-        for (int64_t d = 0; d < a.head_dim; d++)
-            out[r * a.head_dim + d] = total > 0 ? state.output.data()[r * state.width + d] / total : 0.f;
+        float* q = query + r * width;
+        widen(a.query, a.type, (head * rows + r) * head_dim, head_dim, q);
+        for (int64_t d = 0; d < width; d++) q[d] = d < head_dim ? q[d] * a.softmax_scale : 0;
+        for (int64_t d = 0; d < width; d++) output[r * width + d] = 0;
+        largest[r] = NOTHING, total[r] = 0;
     }
-    state.mass(a.slots, a.group, weights.data(), tops.data(), a.store_mass + head * a.slots);
-    state.mass(a.window, a.group, recent, recent_tops, a.window_mass + head * a.window);
+    for (int64_t d = 0; d < width; d++) by[d] = 0;
+    for (int64_t t = 0; t < TILE; t++) factors[t] = 1;
+
+    int64_t in_query = -1;  // the block of tokens whose scales are in `scaled`
+    for (int64_t start = begin, tokens; start < end; start += tokens) {
+        tokens = least(TILE, end - start);
+        const int64_t tile_number = head * job.tiles + (window ? (a.slots + TILE - 1) / TILE : 0) + start / TILE;
+        float* weights = job.weights ? job.weights + tile_number * rows * TILE : unkept;
+
+        with_rows(keys, key_scales, rows, start, tokens, width, by, tile, [&](const auto& source) {
+            for (int64_t first = 0, last = tokens; first < tokens; first = last, last = tokens) {
+                const float* q = query;
+                if (key_scales == Scales::folded) {
+                    const int64_t block = (start + first) / keys.tokens_each;
+                    last = least(tokens, (block + 1) * keys.tokens_each - start);
+                    if (block != in_query) {
+                        keys.channel_scales(in_query = block, by);
+                        for (int64_t r = 0; r < rows; r++)
+                            for (int64_t d = 0; d < width; d++) scaled[r * width + d] = query[r * width + d] * by[d];
+                    }
+                    q = scaled;
+                }
+                in_passes<ROWS>(rows, [&](auto n, int64_t r) {
+                    logits<n.value>(q + r * width, source, first, last, width, weights + r * TILE);
+                });
+            }
+        });
+        if (key_scales == Scales::factors) keys.token_scales(start, tokens, 0, room, factors);
+
+        for (int64_t i = 0; i < biases; i++) {
+            float* of = bias + i * TILE;
+            if (window)
+                widen(a.window_bias, a.window_bias_type, (head / a.kv_heads * a.queries + i) * end + start, tokens, of);
+            else widen(a.store_bias, a.store_bias_type, head * a.slots + start, tokens, of);
+            for (int64_t t = 0; t < TILE; t++) of[t] = t >= tokens ? NOTHING : of[t] > LOWEST ? of[t] : LOWEST;
+        }
+        for (int64_t r = 0; r < rows; r++)
+            shrink[r] = online_softmax(factors, bias + r % biases * TILE, tokens, weights + r * TILE, largest[r], total[r]);
+        if (job.weights) memcpy(job.tops + tile_number * rows, largest, rows * sizeof(float));
+
+        with_rows(values, value_scales, rows, start, tokens, width, by, tile, [&](const auto& source) {
+            const bool by_weight = value_scales == Scales::factors;
+            const int64_t each = by_weight && values.channel_blocks > 1 ? values.channels_each : source.half;
+            for (int64_t first = 0; first < source.half; first += each) {
+                const float* of[2] = {weights, weights};
+                for (int e = 0; by_weight && e < source.EACH; e++) {
+                    values.token_scales(start, tokens, (first + e * source.half) / values.channels_each, room, shared);
+                    for (int64_t r = 0; r < rows; r++)
+                        for (int64_t t = 0; t < TILE; t++) factored[e][r * TILE + t] = weights[r * TILE + t] * shared[t];
+                    of[e] = factored[e];
+                }
+                in_passes<ROWS>(rows, [&](auto n, int64_t r) {
+                    const float* const of_row[2] = {of[0] + r * TILE, of[1] + r * TILE};
+                    mix_columns<n.value>(of_row, source, tokens, first, least(first + each, source.half), shrink + r, width,
+                                         output + r * width);
+                });
+            }
+        });
+    }
+    if (value_scales != Scales::folded || begin == end) return;
+    values.channel_scales(0, by);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t d = 0; d < head_dim; d++) output[r * width + d] *= by[d];
 }
 
-}  // namespace PATH
-}  // namespace
+// Of row `row` in all parts of a head: the largest logit, and the total relative to it.
+void whole_row(const Job& job, int64_t head, int64_t row, float& largest, float& total) {
+    largest = NOTHING, total = 0;
+    for (int64_t p = head * job.parts; p < (head + 1) * job.parts; p++)
+        if (job.largest[p * job.rows + row] > largest) largest = job.largest[p * job.rows + row];
+    for (int64_t p = head * job.parts; p < (head + 1) * job.parts; p++)
+        total += job.total[p * job.rows + row] * expf(job.largest[p * job.rows + row] - largest);
+}
 
-#undef INLINE
-#undef PATH
-#undef LANES
+// Of all parts one output, by the task of the window's; of every part the attention that its tokens received: summed over
+// the queries, averaged over the group.
+void finish(const Job& job, int64_t head, int64_t part, float* memory) {
+    const UnicacheAttention& a = job.a;
+    const bool window = part + 1 == job.parts;
+    const int64_t begin = window ? 0 : part * PART, end = window ? a.window : least(begin + PART, a.slots);
+    Scratch scratch{memory};
+    float *largest = scratch.take(job.rows), *total = scratch.take(job.rows), *sum = scratch.take(job.width);
+    for (int64_t r = 0; r < job.rows; r++) whole_row(job, head, r, largest[r], total[r]);
+
+    for (int64_t r = 0; window && r < job.rows; r++) {
+        for (int64_t d = 0; d < job.width; d++) sum[d] = 0;
+        for (int64_t p = head * job.parts; p < (head + 1) * job.parts; p++) {
+            const float share = total[r] > 0 ? expf(job.largest[p * job.rows + r] - largest[r]) / total[r] : 0;
+            for (int64_t d = 0; d < a.head_dim; d++) sum[d] += job.output[(p * job.rows + r) * job.width + d] * share;
+        }
+        narrow(sum, a.head_dim, a.output, a.type, (head * job.rows + r) * a.head_dim);
+    }
+
+    void* const mass = window ? a.window_mass : a.store_mass;
+    for (int64_t start = begin; mass && start < end; start += TILE) {
+        const int64_t tile = head * job.tiles + (window ? (a.slots + TILE - 1) / TILE : 0) + start / TILE;
+        float received[TILE] = {};
+        for (int64_t r = 0; r < job.rows; r++) {
+            const float share = expf(job.tops[tile * job.rows + r] - largest[r]) / (total[r] * a.group);
+            for (int64_t t = 0; t < TILE; t++) received[t] += job.weights[(tile * job.rows + r) * TILE + t] * share;
+        }
+        narrow(received, least(TILE, end - start), mass, a.type, head * (window ? a.window : a.slots) + start);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,164 @@
+// Rows of keys and values as a path reads them: numbers to floats, codes to vectors, scales of tokens and channels. Part of
+// attention_path.h, which says what must be defined before.
+#include <string.h>
+
+#include "attention.h"
+
+namespace {
+
+using namespace unicache;
+
+#define INLINE inline __attribute__((always_inline))
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE const void* at(const void* numbers, int64_t type, int64_t index) {
+    return static_cast<const char*>(numbers) + index * (type == UNICACHE_FLOAT16 ? 2 : 4);
+}
+
+void widen(const void* numbers, int64_t type, int64_t first, int64_t count, float* out) {
+    const void* from = at(numbers, type, first);
+    if (type == UNICACHE_FLOAT32) {
+        memcpy(out, from, count * sizeof(float));
+        return;
+    }
+    const uint16_t* half = static_cast<const uint16_t*>(from);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(out + i, halves(half + i));
+    uint16_t last[LANES] = {};
+    float wide[LANES];
+    for (int64_t j = i; j < count; j++) last[j - i] = half[j];
+    store(wide, halves(last));
+    for (int64_t j = i; j < count; j++) out[j] = wide[j - i];
+}
+
+void narrow(const float* from, int64_t count, void* numbers, int64_t type, int64_t first) {
+    void* out = const_cast<void*>(at(numbers, type, first));
+    if (type == UNICACHE_FLOAT32) {
+        memcpy(out, from, count * sizeof(float));
+        return;
+    }
+    for (int64_t i = 0; i < count; i += LANES) {
+        float wide[LANES] = {};
+        uint16_t half[LANES];
+        const int64_t some = least(LANES, count - i);
+        memcpy(wide, from + i, some * sizeof(float));
+        to_halves(half, load(wide));
+        memcpy(static_cast<uint16_t*>(out) + i, half, some * sizeof(uint16_t));
+    }
+}
+
+// Keys or values of one KV head: codes and scales, or floats where `codes` is null.
+struct Rows {
+    const int8_t* codes;
+    const void *floats, *scales;
+    int64_t type, bits, head_dim, bytes, token_blocks, channel_blocks;
+    int64_t tokens_each, channels_each;  // that share a scale
+
+    // The scales of a block of tokens, one a channel.
+    void channel_scales(int64_t block, float* out) const {
+        widen(scales, type, block * channel_blocks, channel_blocks, out);
+        for (int64_t i = channel_blocks - 1, end = head_dim; i >= 0; end = least(i * channels_each, head_dim), i--) {
+            const float scale = out[i];
+            for (int64_t d = least(i * channels_each, head_dim); d < end; d++) out[d] = scale;
+        }
+    }
+
+    // The scales of a block of channels, one a token. `room`: for those of all blocks of channels.
+    void token_scales(int64_t start, int64_t tokens, int64_t block, float* room, float* out) const {
+        const int64_t first = start / tokens_each, last = (start + tokens - 1) / tokens_each;
+        if (tokens_each * channel_blocks == 1) return widen(scales, type, start, tokens, out);
+        widen(scales, type, first * channel_blocks, (last - first + 1) * channel_blocks, room);
+        for (int64_t t = 0, left = (first + 1) * tokens_each - start; t < tokens; t++, left--) {
+            if (left == 0) room += channel_blocks, left = tokens_each;
+            out[t] = room[block];
+        }
+    }
+};
+
+Rows store_rows(const UnicacheAttention& a, const UnicacheStore& store, int64_t head) {
+    const int64_t bytes = store.bits == 8 ? a.head_dim : (a.head_dim + 1) / 2;
+    const int64_t scale_head = store.scale_batch == 1 ? head % a.kv_heads : head;
+    return {store.codes + head * a.slots * bytes,
+            nullptr,
+            at(store.scale, store.scale_type, scale_head * store.token_blocks * store.channel_blocks),
+            store.scale_type,
+            store.bits,
+            a.head_dim,
+            bytes,
+            store.token_blocks,
+            store.channel_blocks,
+            store.token_blocks ? (a.slots + store.token_blocks - 1) / store.token_blocks : 1,
+            (a.head_dim + store.channel_blocks - 1) / store.channel_blocks};
+}
+
+Rows window_rows(const UnicacheAttention& a, const void* window, int64_t head) {
+    return {nullptr, at(window, a.type, head * a.window * a.head_dim), nullptr, a.type, 0, a.head_dim, 0, 1, 1, 1, 1};
+}
+
+// What a tile's rows are read from: vector `column` of a token is EACH vectors of floats, the second `half` columns on.
+struct Floats {
+    static constexpr int EACH = 1;
+    const float* rows;
+    int64_t width, half;
+    INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const { out[0] = load(rows + token * width + column); }
+};
+
+struct Codes8 {
+    static constexpr int EACH = 1;
+    const int8_t* rows;
+    int64_t width, half;
+    INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const { out[0] = codes8(rows + token * width + column); }
+};
+
+struct Codes4 {
+    static constexpr int EACH = 2;
+    const int8_t* rows;
+    int64_t width, half;
+    INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const {
+        codes4(rows + token * width + column, out[0], out[1]);
+    }
+};
+
+// Codes of one token -> floats, one at a time: rows that are no whole number of vectors.
+void unpack_row(const Rows& rows, const int8_t* codes, float* out) {
+    if (rows.bits == 8) {
+        for (int64_t d = 0; d < rows.head_dim; d++) out[d] = codes[d];
+    } else {
+        for (int64_t d = 0; d < rows.bytes; d++) out[d] = (codes[d] & 15) - 8;
+        for (int64_t d = rows.bytes; d < rows.head_dim; d++) out[d] = codes[d - rows.bytes] >> 4;
+    }
+}
+
+template <class Source>
+void unpack_rows(const Source& source, int64_t tokens, int64_t width, float* tile) {
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t d = 0; d < source.half; d += LANES) {
+            Vec x[Source::EACH];
+            source.get(t, d, x);
+            for (int i = 0; i < Source::EACH; i++) store(tile + t * width + i * source.half + d, x[i]);
+        }
+}
+
+// Tokens start .. -> floats [tokens, width]. `by`: room for a row of scales, where they are to be multiplied; or null.
+void unpack(const Rows& rows, bool whole, int64_t start, int64_t tokens, int64_t width, float* by, float* tile) {
+    const int8_t* codes = rows.codes + start * rows.bytes;
+    if (!rows.codes) {
+        for (int64_t t = 0; t < tokens; t++)
+            widen(rows.floats, rows.type, (start + t) * rows.head_dim, rows.head_dim, tile + t * width);
+    } else if (whole) {
+        if (rows.bits == 8) unpack_rows(Codes8{codes, rows.bytes, rows.bytes}, tokens, width, tile);
+        else unpack_rows(Codes4{codes, rows.bytes, rows.bytes}, tokens, width, tile);
+    } else {
+        for (int64_t t = 0; t < tokens; t++) unpack_row(rows, codes + t * rows.bytes, tile + t * width);
+    }
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t d = rows.head_dim; d < width; d++) tile[t * width + d] = 0;
+    if (!by) return;
+    for (int64_t t = 0; t < tokens; t++) {
+        if (t == 0 || (start + t) % rows.tokens_each == 0) rows.channel_scales((start + t) / rows.tokens_each, by);
+        for (int64_t d = 0; d < rows.head_dim; d++) tile[t * width + d] *= by[d];
+    }
+}
+
+}  // namespace

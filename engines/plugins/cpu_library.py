@@ -1,0 +1,75 @@
+"""Builds the ONNX Runtime custom-operator library from `cpu/`: a C++ compiler is all it takes, for a few seconds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from engines.errors import UserError
+
+NAME = "libunicache_ort.so"
+FOLDER = Path(__file__).parent / "cpu"
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"]
+OWN_FLAGS = {  # of an instruction path on x86
+    "avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+}
+PATHS = ("avx512", "avx2", "neon", "plain")  # instruction paths, fastest first
+
+
+def sources() -> list[Path]:
+    """Every file that the library is made of."""
+    return [FOLDER.parent / "kernels.h", *sorted(FOLDER.iterdir())]
+
+
+def compiler() -> list[str]:
+    """The command of the C++ compiler: $CXX, else g++, else clang++."""
+    chosen = os.environ.get("CXX")
+    command = shlex.split(chosen or shutil.which("g++") or shutil.which("clang++") or "")
+    if not command or not shutil.which(command[0]):
+        missing = f"$CXX is {chosen!r}, which is no command" if chosen else "there is no C++ compiler"
+        raise UserError(f"{missing}: install one (apt install g++) or name it (CXX=clang++)")
+    return command
+
+
+def build(out: Path) -> list[str]:
+    """Compile the library to `out`.
+
+    Returns:
+        The instruction paths in it that this machine runs, fastest first.
+
+    Raises:
+        UserError: there is no compiler, or it fails.
+    """
+    command = compiler()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        library = Path(folder) / NAME
+        _run([*command, "-shared", "-pthread", *compiled(command, Path(folder)), "-o", str(library)])
+        os.replace(library, out)
+    kernels = ctypes.CDLL(str(out.resolve()))
+    return [path for path in PATHS if kernels.unicache_cpu_runs(path.encode())]
+
+
+def compiled(command: list[str], folder: Path) -> list[str]:
+    """Object files of all sources, in `folder`, for the machine that the compiler is for."""
+    x86 = _run([*command, "-dumpmachine"]).startswith("x86_64")
+    units = [file for file in sources() if file.suffix == ".cc"]
+    objects = [str(folder / f"{unit.stem}.o") for unit in units]
+    for unit, target in zip(units, objects, strict=True):
+        own = OWN_FLAGS.get(unit.name, []) if x86 else []
+        _run([*command, *FLAGS, *own, "-c", str(unit), "-o", target])
+    return objects
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise UserError(f"{NAME} cannot be built by {command[0]}: {errors[0] if errors else done.returncode}")
+    return done.stdout
