@@ -1,4 +1,4 @@
-"""python -m calibration sensitivity CHECKPOINT: which layers need their tokens, and a recipe's [budget] by it."""
+"""python -m calibration COMMAND CHECKPOINT: what its layers and heads look at, and which layers need their tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engines.errors import Parser, command, positive
+from engines.errors import Parser, UserError, command, positive
 
 
 @command
@@ -26,6 +26,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     sensitivity.add_argument("--least", type=_share, default=0.0, help="share of every layer, at least")
     sensitivity.add_argument("--later", action="store_true", help="the question comes after the compression")
     sensitivity.add_argument("--limit", type=positive, metavar="N", help="measure on the first N samples only")
+    attention = commands.add_parser("map", help="measure what every layer and head looks at, and what it caches")
+    attention.set_defaults(run=_map)
+    attention.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
+    attention.add_argument(
+        "--samples",
+        type=Path,
+        help="folder with samples.jsonl, or easy-vqa: questions of that package (default: CHECKPOINT/samples)",
+    )
+    attention.add_argument("--out", type=Path, help="the map's file (default: build/NAME.map.safetensors)")
+    attention.add_argument("--limit", type=positive, metavar="N", help="measure on the first N samples only")
+    attention.add_argument("--seed", type=int, default=0, help="chooses the rows that percentiles are of (default: 0)")
+    attention.add_argument("--json", action="store_true", help="print all but what is by channel as JSON")
     arguments = parser.parse_args(argv)
     arguments.run(arguments)
 
@@ -68,6 +80,37 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
         print(f"{layer:5} " + "".join(f"{loss:8.3f}" for loss in row))
     print(f'\n[budget]\nmethod = "measured"\nkeep = {arguments.keep}')
     print(f"shares = [{', '.join(f'{share:.4f}' for share in shares)}]")
+
+
+def _map(arguments: argparse.Namespace) -> None:
+    import json
+    import shutil
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from calibration import samples, survey
+    from calibration.map_table import tables
+    from export import checkpoint as checkpoints
+
+    checkpoint = checkpoints.load(arguments.checkpoint)
+    chosen = samples.read(arguments.samples or arguments.checkpoint / "samples", text_only=True)[: arguments.limit]
+    out = arguments.out or Path("build") / f"{arguments.checkpoint.resolve().name}.map.safetensors"
+    work = out.with_name(f"{out.name}.work")
+    if out.is_dir():
+        raise UserError(f"{out} is a folder: give a file by --out")
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("samples", total=len(chosen))
+            found = survey.measure(checkpoint, chosen, work, arguments.seed, progress=lambda: bar.advance(task))
+    except KeyboardInterrupt:
+        raise UserError(f"interrupted: the same command goes on from what is in {work}") from None
+    found.save(out)
+    shutil.rmtree(work)
+    print(json.dumps(found.plain()) if arguments.json else "\n".join(tables(found)))
+    for warning in found.facts.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"wrote {out}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from calibration.observe import causal, run
 from calibration.samples import Sample
+from calibration.statistics.attention import entropy
 from export.attention import attention_logits, mix_values
 from export.checkpoint import Checkpoint
 from export.graphs import Decoder
@@ -29,11 +29,11 @@ def attention_entropy(
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         weights = (attention_logits(query, key, scale) + causal(key.shape[2])).softmax(dim=-1)
-        total[layer] += torch.special.entr(weights).sum(dim=-1).mean(dim=(1, 2)).sum().item()
+        total[layer] += entropy(weights).mean(dim=(1, 2)).sum().item()
         return mix_values(weights, value)
 
     tokens = run(checkpoint, samples, attention, progress)
-    return [entropy / tokens for entropy in total]
+    return [summed / tokens for summed in total]
 
 
 def with_entropy(

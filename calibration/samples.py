@@ -13,6 +13,7 @@ from PIL import Image
 from engines.errors import UserError, one_line
 
 FILE = "samples.jsonl"
+EASY_VQA, EASY_VQA_SAMPLES = "easy-vqa", 256  # in place of a folder: the images and questions of that package
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,18 @@ class Sample:
     answer: str = ""
 
 
-def read(folder: str | Path) -> list[Sample]:
+def read(folder: str | Path, text_only: bool = False) -> list[Sample]:
     """Read `samples.jsonl` of a folder: {"images": ["a.png", ...], "prompt": "...", "answer": "..."} a line.
 
+    Args:
+        folder: or `easy-vqa`.
+        text_only: whether samples without any image are taken too.
+
     Raises:
-        UserError: no such file, a line that is not such an object, a missing image, no image at all.
+        UserError: no such file, a line that is not such an object, a missing image, no image at all, no sample.
     """
+    if str(folder) == EASY_VQA:
+        return easy_vqa()
     path = Path(folder) / FILE
     if not path.is_file():
         raise UserError(f"{path} does not exist: give a folder with {FILE} and its images by --samples")
@@ -59,9 +66,23 @@ def read(folder: str | Path) -> list[Sample]:
         if missing := [image for image in images if not image.is_file()]:
             raise UserError(f"{where}: image {missing[0]} does not exist")
         samples.append(sample)
-    if not any(sample.images for sample in samples):
+    if not samples:
+        raise UserError(f"{path} holds no sample: write one a line")
+    if not text_only and not any(sample.images for sample in samples):
         raise UserError(f"{path}: no sample has an image; keys calibrated on text alone do not fit images")
     return samples
+
+
+def easy_vqa(count: int = EASY_VQA_SAMPLES) -> list[Sample]:
+    """Questions spread evenly over easy-VQA's training split; its test split is for measuring accuracy."""
+    try:
+        import easy_vqa as data
+    except ImportError:
+        raise UserError("easy-VQA is not installed: pip install easy-vqa") from None
+    questions, answers, images = data.get_train_questions()
+    paths = data.get_train_image_paths()
+    chosen = range(0, len(questions), len(questions) // count)[:count]
+    return [Sample([Path(paths[images[i]])], questions[i], answers[i]) for i in chosen]
 
 
 def model_inputs(processor: Any, sample: Sample) -> dict[str, Any]:

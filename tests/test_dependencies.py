@@ -31,10 +31,25 @@ MAY_IMPORT = {
         "rich",
         "PIL",
     },
-    "calibration": {"export", "engines", "numpy", "torch", "transformers", "safetensors", "rich", "PIL", "jinja2"},
+    "calibration": {
+        "export",
+        "engines",
+        "numpy",
+        "torch",
+        "transformers",
+        "safetensors",
+        "rich",
+        "PIL",
+        "jinja2",
+        "easy_vqa",
+    },
 }
 TOP = ROOT / "export" / "build.py"  # the user's entry may import everything but the runtime
-LAZY = {"engines": {"onnx", "onnxruntime", *TRT}, "runtime": {"PIL", "tokenizers", "jinja2"}}
+LAZY = {
+    "calibration": {"easy_vqa"},
+    "engines": {"onnx", "onnxruntime", *TRT},
+    "runtime": {"PIL", "tokenizers", "jinja2"},
+}
 
 
 def sources(package: str) -> list[Path]:

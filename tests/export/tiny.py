@@ -28,7 +28,9 @@ IMAGE_TOKENS = (IMAGE_SIZE // PATCH) ** 2
 POSITIONS = 256
 
 
-def llava(heads: int = 8, kv_heads: int = 2, head_dim: int = 16, layers: int = 3) -> LlavaForConditionalGeneration:
+def llava(
+    heads: int = 8, kv_heads: int = 2, head_dim: int = 16, layers: int = 3, bias: bool = False
+) -> LlavaForConditionalGeneration:
     """A model with random weights, large enough for attention to be far from uniform."""
     torch.manual_seed(0)
     text = LlamaConfig(
@@ -41,6 +43,7 @@ def llava(heads: int = 8, kv_heads: int = 2, head_dim: int = 16, layers: int = 3
         head_dim=head_dim,
         max_position_embeddings=POSITIONS,
         initializer_range=0.2,
+        attention_bias=bias,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
@@ -66,13 +69,13 @@ def llava(heads: int = 8, kv_heads: int = 2, head_dim: int = 16, layers: int = 3
     return LlavaForConditionalGeneration(config).eval().requires_grad_(False)
 
 
-def save(folder: Path, model: LlavaForConditionalGeneration | None = None) -> Path:
-    """A model, the tiny one if none is given, as a checkpoint folder, with two calibration samples."""
+def save(folder: Path, model: LlavaForConditionalGeneration | None = None, count: int = 2) -> Path:
+    """A model, the tiny one if none is given, as a checkpoint folder, with some calibration samples."""
     processor = build_processor()
     processor.patch_size = PATCH
     processor.save_pretrained(folder)
     (model or llava()).save_pretrained(folder)
-    samples(folder / "samples")
+    samples(folder / "samples", count)
     return folder
 
 

@@ -41,16 +41,16 @@ class Frequency(Importance):
 
     def observe(self, seen: Observation) -> Tensor:
         received = group_mean(seen.attention)
-        return seen.averaged(_among_best(received, received, self.share))
+        return seen.averaged(among_best(received, received, self.share))
 
     def update(self, mass: Tensor, received: Tensor, row: tuple[Tensor, ...]) -> Tensor:
-        return mass + _among_best(received, torch.cat(row, dim=-1), self.share)
+        return mass + among_best(received, torch.cat(row, dim=-1), self.share)
 
     def forward(self, tokens: Tokens, depth: float) -> Tensor:
         return tokens.mass
 
 
-def _among_best(received: Tensor, row: Tensor, share: float) -> Tensor:
+def among_best(received: Tensor, row: Tensor, share: float) -> Tensor:
     """1.0 where `received` [..., some tokens] is in the top k of `row` [..., all tokens], else 0.0.
 
     Only values of TopK are used, never its indices, so that no tie-breaking of a backend can matter.

@@ -65,7 +65,7 @@ class Density(Modality):
         unit = normalize(tokens.plain_key, dim=-1)
         v, t = (chosen.sum(-1, keepdim=True).float() for chosen in (visual, text))
         drop = (v + t - capacity).clamp(min=0)
-        share_v, share_t = v * _density(unit, text), t * _density(unit, visual)
+        share_v, share_t = v * density(unit, text), t * density(unit, visual)
         wanted = drop * share_v / (share_v + share_t).clamp(min=SMALL)
 
         most_v, most_t = self.visual_cap * v, self.text_cap * t
@@ -76,7 +76,7 @@ class Density(Modality):
         return v - dropped, t - (drop - dropped)
 
 
-def _density(unit: Tensor, chosen: Tensor) -> Tensor:
+def density(unit: Tensor, chosen: Tensor) -> Tensor:
     """1 - mean cosine between two different chosen tokens, above 0, [batch, kv_heads, 1]; 1 if there are no two.
 
     Args:
