@@ -1,4 +1,4 @@
-"""python -m calibration COMMAND CHECKPOINT: what its layers and heads look at, and which layers need their tokens."""
+"""python -m calibration COMMAND: what layers and heads look at, which layers need their tokens, what fits a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from calibration.devices import devices, find
 from engines.errors import Parser, UserError, command, positive
+
+PLANNED = ("off", "balanced", "extreme", "chat")  # the levels that export/build.py builds by default
 
 
 @command
@@ -38,6 +41,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     attention.add_argument("--limit", type=positive, metavar="N", help="measure on the first N samples only")
     attention.add_argument("--seed", type=int, default=0, help="chooses the rows that percentiles are of (default: 0)")
     attention.add_argument("--json", action="store_true", help="print all but what is by channel as JSON")
+
+    plan = commands.add_parser(
+        "plan",
+        help="what fits a device: weights, KV bytes, tokens, images and turns, predicted times, by recipe",
+        description="What of a model fits a device, and how fast it can be at best. Needs the checkpoint's config.json "
+        "and its processor's files; weights are neither read nor needed. Times are lower bounds (roofline).",
+        epilog="example:  python -m calibration plan --device h200 --model models/demo-vlm",
+    )
+    plan.set_defaults(run=_plan)
+    plan.add_argument(
+        "--device", required=True, metavar="NAME|FILE.toml", help=f"{', '.join(devices())}, or a file like devices.toml"
+    )
+    plan.add_argument("--model", required=True, type=Path, metavar="CHECKPOINT", help="its folder")
+    plan.add_argument("--images", type=positive, default=1, metavar="N", help="in the prompt (default: 1)")
+    plan.add_argument("--text", type=positive, default=24, metavar="T", help="tokens of a question (default: 24)")
+    plan.add_argument("--turns", type=positive, default=1, metavar="K", help="of the chat, all about the images")
+    plan.add_argument("--answer", type=positive, default=64, metavar="A", help="tokens of an answer (default: 64)")
+    plan.add_argument(
+        "--recipe",
+        action="append",
+        metavar="NAME|FILE",
+        help=f"repeat it for several (default: {', '.join(PLANNED)} and those of CHECKPOINT/recipes)",
+    )
+    plan.add_argument(
+        "--weights",
+        choices=("fp32", "fp16", "int8", "int4"),
+        default="fp16",
+        help="as the device would hold them; a build writes fp32 today (default: fp16)",
+    )
+    plan.add_argument(
+        "--reserve",
+        type=_size,
+        default=2.0,
+        metavar="GIB",
+        help="memory of system, libraries, activations (default: 2)",
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     arguments = parser.parse_args(argv)
     arguments.run(arguments)
 
@@ -50,6 +90,49 @@ def _share(text: str) -> float:
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
     return share
+
+
+def _size(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = -1.0
+    if not 0 <= size < 2**20:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB from 0, got {text!r}")
+    return size
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    import json
+
+    from rich.console import Console
+
+    from calibration import plan_table
+    from calibration.plan import Chat, Planner
+    from export import checkpoint as checkpoints
+    from export import recipe as recipes
+
+    device, folder = find(arguments.device), arguments.model
+    own = sorted(path.stem for path in folder.glob("recipes/*.toml"))
+    names = arguments.recipe or dict.fromkeys([*PLANNED, *own])
+    known = [recipes.load(name, folder) for name in names]
+    checkpoint = checkpoints.load(folder, weights=False)
+    chat = Chat(arguments.images, arguments.text, arguments.turns, arguments.answer)
+    planner = Planner(checkpoint, device, arguments.weights, int(arguments.reserve * 2**30), chat)
+    rows, refused = [], {}
+    for recipe in known:
+        try:
+            rows.append(planner.row(recipe))
+        except UserError as error:
+            refused[recipe.name] = str(error)
+    if not rows:
+        raise UserError("; ".join(f"{name}: {reason}" for name, reason in refused.items()))
+    if arguments.json:
+        print(json.dumps(plan_table.as_json(planner, rows, refused)))
+        return
+    console = Console(highlight=False)
+    console.width = max(console.width, plan_table.WIDTH)
+    plan_table.show(console, planner, rows, refused)
 
 
 def _sensitivity(arguments: argparse.Namespace) -> None:

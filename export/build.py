@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 DEMO = ROOT / "models" / "demo-vlm"
 DEFAULT_RECIPES = ("off", "balanced", "extreme")
 DEFAULT_IMAGES = (1, 4, 8)
-ROUND = 16  # bucket lengths are multiples of this
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -124,6 +123,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     from calibration.entropy import with_entropy
     from calibration.prepare import prepare
     from export import checkpoint as checkpoints
+    from export.buckets import check_sizes
     from export.pipeline import SMALL, Exported, export_graphs, plan_levels
     from export.to_onnx import WeightFile
 
@@ -138,7 +138,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     checkpoint = checkpoints.load(args.checkpoint)
     buckets = {name: bucket_lengths(args, checkpoint, recipe) for name, recipe in levels.items()}
     for name, recipe in levels.items():
-        _check_sizes(recipe, checkpoint, buckets[name])
+        check_sizes(recipe, checkpoint, buckets[name])
     console.print(_describe(checkpoint))
 
     needed = any(recipe.needs_samples for recipe in levels.values())
@@ -224,7 +224,7 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
     Raises:
         UserError: nothing fits the positions that the model knows, or the text does not fit a shortened prompt.
     """
-    from export.graphs import State
+    from export.buckets import bucket_length, text_tokens
 
     limit = checkpoint.max_positions(recipe.positions.scale)
     if args.buckets:
@@ -232,50 +232,16 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
         if too_long := [s for s in lengths if not 1 <= s <= limit]:
             raise UserError(f"--buckets {too_long[0]}: the model has positions 1 to {limit}")
         return sorted(set(lengths))
-    pruned = checkpoint.image_tokens - recipe.perception.count(checkpoint.image_tokens, recipe.perception.quota)
     lengths = []
     for images in args.images or DEFAULT_IMAGES:
-        content = [{"type": "image"}] * images + [{"type": "text", "text": ""}]
-        text = checkpoint.processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True
-        )
-        tokens = len(checkpoint.processor.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
-        words = tokens - images + args.text_tokens
-        tokens = words + images * (checkpoint.image_tokens - pruned)
-        lengths.append(-(-tokens // ROUND) * ROUND)
+        text = text_tokens(checkpoint, images, args.text_tokens)
+        lengths.append(bucket_length(checkpoint, recipe, images, text))
         if lengths[-1] > limit and (args.images or images == 1):
             raise UserError(
                 f"a prompt of {images} image{'s' * (images > 1)} and --text-tokens {args.text_tokens} takes "
                 f"{lengths[-1]} tokens, and the model has {limit} positions: give fewer of them"
             )
-        short = State(checkpoint.decoder, recipe, lengths[-1]).shortened
-        if short and not short.fits(tokens, words):
-            raise UserError(
-                f"recipe {recipe.name}: a prompt of {images} image{'s' * (images > 1)} and --text-tokens "
-                f"{args.text_tokens} has {words} text tokens, and shortened to {short.tokens} it has room for "
-                f"{short.text}: shorten it less, or give fewer of them"
-            )
     return sorted({s for s in lengths if s <= limit})
-
-
-def _check_sizes(recipe: Recipe, checkpoint: Checkpoint, lengths: list[int]) -> None:
-    """A cache for more tokens than the model has positions is a slip of the pen that would fill the memory."""
-    from export.graphs import State
-    from export.stages.perception import Attention
-
-    limit = checkpoint.max_positions(recipe.positions.scale)
-    perception, layers = recipe.perception, checkpoint.decoder.num_layers
-    if isinstance(perception, Attention) and max(perception.layers, default=0) >= layers:
-        raise UserError(
-            f"recipe {recipe.name}: perception reads layer {max(perception.layers)} of the decoder, and the model has "
-            f"layers 0 to {layers - 1}"
-        )
-    for state in (State(checkpoint.decoder, recipe, length) for length in lengths):
-        if (slots := max(*state.capacities, state.window)) > limit:
-            raise UserError(
-                f"recipe {recipe.name}: {slots} slots in a layer for prompts of {state.length} tokens, and the model "
-                f"has {limit} positions: lower keep, kv_bytes or least"
-            )
 
 
 def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:

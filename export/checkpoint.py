@@ -75,8 +75,11 @@ class Checkpoint:
         return min(reach, window) if slides and window else reach
 
 
-def load(folder: str | Path) -> Checkpoint:
+def load(folder: str | Path, weights: bool = True) -> Checkpoint:
     """Load a checkpoint in float32 for export.
+
+    Args:
+        weights: False leaves them where they are: every parameter has its shape, on PyTorch's `meta` device.
 
     Raises:
         UserError: not a checkpoint folder, a family without adapter, damaged or incomplete weights.
@@ -87,7 +90,7 @@ def load(folder: str | Path) -> Checkpoint:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"{path}: model type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     check_transformers()
-    model = _model(path)
+    model = _model(path) if weights else _skeleton(path)
     family = FAMILIES[model_type]
     decoder = family.decoder(model)
     processor = _processor(path)
@@ -109,7 +112,7 @@ def load(folder: str | Path) -> Checkpoint:
         image_tokens=0,
     )
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu" if weights else "meta"):
             tokens = encoder(torch.zeros(1, 3, *checkpoint.pixel_size)).shape[1]
     except UserError:
         raise
@@ -184,6 +187,18 @@ def _model(path: Path) -> Any:
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise UserError(f"{path}: weight {name} is not finite; nothing was built")
+    return model.eval().requires_grad_(False)
+
+
+def _skeleton(path: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with _quiet(), torch.device("meta"):
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        except Exception as error:  # as above
+            raise UserError(f"{path}: its configuration makes no model: {one_line(error)[:300]}") from error
     return model.eval().requires_grad_(False)
 
 

@@ -31,6 +31,11 @@ class Decoder:
     def num_layers(self) -> int:
         return len(self.kv_heads)
 
+    @property
+    def fp16_token_bytes(self) -> int:
+        """What a token takes in an uncompressed cache."""
+        return 2 * sum(self.model_kv_heads) * self.head_dim * 2
+
     def heads(self, layer: int) -> slice:
         """Where a layer's KV heads lie among those of all layers side by side: that is how the window holds them."""
         first = sum(self.kv_heads[:layer])
@@ -84,10 +89,9 @@ class State:
         budget, layers = self.recipe.budget, self.decoder.num_layers
         if budget.kv_bytes is None:
             return budget.capacities(budget.keep * self.length, layers, self.lengths)
-        fp16_token = 2 * sum(self.decoder.model_kv_heads) * self.decoder.head_dim * 2 * self.batch
         window = self._nbytes([0] * layers)
         slot = (self._nbytes([self.length] * layers) - window) / self.length  # one in every layer
-        allowed = budget.kv_bytes * self.length * fp16_token - window
+        allowed = budget.kv_bytes * self.length * self.decoder.fp16_token_bytes * self.batch - window
         slots = allowed / slot
         if slots < budget.least:
             raise UserError(
@@ -119,6 +123,11 @@ class State:
     def counts_mass(self) -> bool:
         """Whether decode counts the attention that tokens receive."""
         return self.compacts and self.recipe.needs_mass
+
+    @property
+    def nbytes(self) -> int:
+        """What the runtime allocates for the cache of one request."""
+        return self._nbytes(self.capacities)
 
     def _nbytes(self, capacities: list[int]) -> int:
         return sum(spec.nbytes for spec in self._specs(capacities).values())

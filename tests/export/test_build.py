@@ -296,7 +296,7 @@ def test_more_text_than_a_shortened_prompt_has_room_for(
     recipe = tmp_path / "short.toml"
     recipe.write_text('[quantize]\nmethod = "float32"\n[shorten]\nmethod = "fastv"\nkeep = 0.3\n')
     line = refused(tiny_path, "--recipe", recipe, "--images", "1")
-    assert "recipe short: a prompt of 1 image and --text-tokens 24 has 32 text tokens" in line
+    assert "recipe short: a prompt of 1 image has 32 text tokens" in line
     assert "shortened to 14 it has room for 12: shorten it less" in line
 
 
