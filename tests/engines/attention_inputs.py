@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -72,16 +74,24 @@ def type_of(array: np.ndarray) -> int:
     return {"float32": abi.FLOAT32, "float16": abi.FLOAT16}[array.dtype.name]
 
 
+def address(array: np.ndarray) -> int:
+    assert array.flags.c_contiguous
+    return array.ctypes.data
+
+
 def arguments(
-    x: dict[str, np.ndarray], scale: float, bits: tuple[int, int], outputs: list[np.ndarray | None]
+    x: dict[str, np.ndarray],
+    scale: float,
+    bits: tuple[int, int],
+    outputs: list[np.ndarray | None],
+    place: Callable[[np.ndarray], int] = address,
 ) -> abi.Attention:
-    """What a kernel on the host takes; `outputs`: output, store_mass and window_mass, None what is not wanted."""
+    """What a kernel takes; `outputs`: output, store_mass and window_mass, None what is not wanted."""
     batch, heads, queries, head_dim = x["query"].shape
     kv_heads, slots = x["key_store"].shape[1:3]
 
     def at(array: np.ndarray | None) -> int | None:
-        assert array is None or array.flags.c_contiguous
-        return None if array is None else array.ctypes.data
+        return None if array is None else place(array)
 
     def store(codes: np.ndarray, scale: np.ndarray, width: int) -> abi.Store:
         return abi.Store(at(codes), at(scale), type_of(scale), width, scale.shape[0], *scale.shape[2:])

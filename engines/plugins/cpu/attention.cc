@@ -24,7 +24,7 @@ const Known known[] = {
     {"avx512", avx512,
      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vl")},
-    {"avx2", avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+    {"avx2", avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},  // which have F16C too
 #elif defined(__aarch64__)
     {"neon", neon, true},
 #endif

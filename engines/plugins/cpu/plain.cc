@@ -42,12 +42,13 @@ void sums(const Vec (&x)[N][4], float* out, int64_t stride) {
     for (int n = 0; n < N; n++)
         for (int i = 0; i < 4; i++) out[n * stride + i] = (x[n][i][0] + x[n][i][1]) + (x[n][i][2] + x[n][i][3]);
 }
-Vec codes8(const int8_t* from) {
-    return Vec{static_cast<float>(from[0]), static_cast<float>(from[1]), static_cast<float>(from[2]), static_cast<float>(from[3])};
+Vec of(int a, int b, int c, int d) {
+    return Vec{static_cast<float>(a), static_cast<float>(b), static_cast<float>(c), static_cast<float>(d)};
 }
+Vec codes8(const int8_t* from) { return of(from[0], from[1], from[2], from[3]); }
 void codes4(const int8_t* from, Vec& low, Vec& high) {
-    low = high = Vec{};
-    for (int i = 0; i < LANES; i++) low[i] = (from[i] & 15) - 8, high[i] = from[i] >> 4;
+    low = of(from[0] & 15, from[1] & 15, from[2] & 15, from[3] & 15) - fill(8);
+    high = of(from[0] >> 4, from[1] >> 4, from[2] >> 4, from[3] >> 4);
 }
 
 float float_of(uint16_t half) {
