@@ -26,7 +26,7 @@ def kernels() -> list[Path]:
 
 def sources() -> list[Path]:
     """All files that go into the library."""
-    return [*kernels(), *sorted(FOLDER.glob("*.h"))]
+    return [*kernels(), *sorted(FOLDER.glob("*.h")), *sorted(FOLDER.glob("*.cuh"))]
 
 
 def build(out: Path, defines: Sequence[str] = ()) -> None:

@@ -1,0 +1,260 @@
+"""How long attention takes in one decode step on this CPU: our kernel beside what else there is, and beside the floor.
+
+    python scripts/bench_attention.py
+    python scripts/bench_attention.py --kv-heads 16 --slots 4096 --threads 1 --json mha.json
+    python scripts/bench_attention.py --quick
+
+All run in one process, in rounds in which each has its turn: what disturbs the machine disturbs all of them. A turn is
+a few calls one after another, each on a cache that the processor does not hold, as with a model's layers. The floor is
+a plain read of memory, in the same rounds with as many threads: what reads its cache once cannot be faster. Who
+computes something else than attention over its own cache, stated in double precision, is named and not timed.
+"""
+
+from __future__ import annotations
+
+import installed  # noqa: F401
+
+# isort: split
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's threads do not wait by spinning while others run
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import attention_peers
+from attention_peers import OURS, Peer, Reader, Setting, Shape
+from engines.errors import Parser, UserError, command, one_line, positive
+from engines.plugins import cpu_library
+from reporting import check_folder, write
+
+SLOTS, QUICK_SLOTS = (1024, 4096, 16384), (256,)
+RUNS, QUICK_RUNS = 60, 2
+COLD, QUICK_COLD = 4, 0.05  # times the last-level cache: what the copies of a cache have together
+TURN = 2e-3  # seconds a turn takes at least
+LAST_LEVEL = 32 << 20  # bytes, where the system does not tell
+WRONG, WIDTH = "WRONG", 160
+PACKAGES = ("numpy", "onnxruntime", "torch")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way on one setting; seconds a call.
+
+    Attributes:
+        error: largest difference from the exact result, over that result's largest number.
+        floor: seconds to read its cache, in the median round.
+        over_floor, over_ours: how many times the floor's, and our kernel's, time it takes, in the median round; ours is
+            the kernel of as many bits, int8 where there is none.
+    """
+
+    peer: str
+    threads: int
+    slots: int
+    bits: int
+    kv_bytes: int
+    calls: int
+    median: float
+    least: float
+    error: float
+    floor: float
+    over_floor: float
+    over_ours: float | None
+
+
+def turns(call: Callable[[], object]) -> int:
+    """How many calls a turn has; they are the warm-up too."""
+    call()
+    start, calls = time.perf_counter(), 0
+    while time.perf_counter() < start + TURN:
+        call()
+        calls += 1
+    return calls
+
+
+def measure(setting: Setting, runs: int) -> tuple[list[Row], dict[str, str]]:
+    """All that can be compared, and of the others why not."""
+    torch.set_num_threads(setting.threads)
+    peers: dict[str, Peer] = {}
+    errors: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    for name, prepare in attention_peers.peers(setting).items():
+        try:
+            peer = prepare()
+            errors[name] = peer.error()
+        except Exception as error:  # another release of ONNX Runtime or PyTorch may not have the operator, or this form
+            missing[name] = one_line(error)
+            continue
+        if errors[name] > peer.limit:
+            missing[name] = f"{WRONG}: {errors[name]:.1e} from the exact result, {peer.limit:.0e} is allowed"
+        else:
+            peers[name] = peer
+    reader = Reader(max(setting.cold, 1 << 20), setting.threads)
+    reader()
+    calls = {name: turns(peer.call) for name, peer in peers.items()}
+    taken: dict[str, list[float]] = {name: [] for name in peers}
+    reads = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        reader()
+        reads.append((time.perf_counter() - start) / reader.bytes)
+        for name, peer in peers.items():
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                peer.call()
+            taken[name].append((time.perf_counter() - start) / calls[name])
+    rows = []
+    for name, peer in peers.items():
+        times, floors = np.array(taken[name]), np.array(reads) * peer.kv_bytes
+        ours = taken.get(f"{OURS} int{peer.bits}", taken.get(f"{OURS} int8"))
+        rows.append(
+            Row(
+                peer=name,
+                threads=setting.threads,
+                slots=setting.shape.slots,
+                bits=peer.bits,
+                kv_bytes=peer.kv_bytes,
+                calls=calls[name],
+                median=float(np.median(times)),
+                least=float(times.min()),
+                error=errors[name],
+                floor=float(np.median(floors)),
+                over_floor=float(np.median(times / floors)),
+                over_ours=None if ours is None else float(np.median(times / np.array(ours))),
+            )
+        )
+    return rows, missing
+
+
+def report(console: Console, rows: Sequence[Row], missing: dict[str, str]) -> None:
+    """A table for each number of threads."""
+    for threads in dict.fromkeys(row.threads for row in rows):
+        slots = list(dict.fromkeys(row.slots for row in rows))
+        table = Table(f"threads: {threads}", box=box.MARKDOWN)
+        for count in slots:
+            for column in (f"{count:,} slots: µs (least)", "/ floor", "/ ours"):
+                table.add_column(column, justify="right")
+        for name in dict.fromkeys(row.peer for row in rows):
+            cells: list[str] = []
+            for count in slots:
+                key = (name, threads, count)
+                found = next((row for row in rows if (row.peer, row.threads, row.slots) == key), None)
+                cells += figures(found) if found else [""] * 3
+            table.add_row(name, *cells)
+        console.print(table)
+    console.print(
+        "µs: a call, in the median round and in the fastest. / floor: over the time to read its own cache. / ours: "
+        "over that of our kernel of as many bits, int8 for floats. Both are medians of the rounds' ratios."
+    )
+    for name, reason in missing.items():
+        console.print(f"not measured: {name}: {reason}", markup=False)
+
+
+def figures(row: Row) -> list[str]:
+    ours = "" if row.over_ours is None or row.peer.startswith(OURS) else f"{row.over_ours:.1f}"
+    return [f"{1e6 * row.median:,.0f} ({1e6 * row.least:,.0f})", f"{row.over_floor:.2f}", ours]
+
+
+def last_level() -> int:
+    """Bytes of the processor's largest cache."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) << {"K": 10, "M": 20}[size[-1]] for size in sizes), default=LAST_LEVEL)
+
+
+def processor() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _numbers(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=positive, default=16, metavar="N", help="query heads; default: 16")
+    parser.add_argument(
+        "--kv-heads", type=positive, default=4, metavar="N", help="as many as --heads is MHA; default: 4"
+    )
+    parser.add_argument("--head-dim", type=positive, default=64, metavar="N", help="even; default: 64")
+    parser.add_argument("--slots", type=_numbers, metavar="N,N", help="of the store; default: 1024,4096,16384")
+    parser.add_argument("--window", type=positive, default=64, metavar="N", help="float32 tokens after it; default: 64")
+    parser.add_argument("--threads", type=_numbers, metavar="N,N", help="default: 1, and 2 where there are two cores")
+    parser.add_argument("--runs", type=positive, metavar="N", help=f"rounds; default: {RUNS}")
+    parser.add_argument("--quick", action="store_true", help="a few rounds, few slots, warm caches: does it run at all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    arguments = parser.parse_args(argv)
+    check_folder(arguments.json, "--json")
+    cores = os.cpu_count() or 1
+    arguments.threads = arguments.threads or [1, 2][:cores]
+    arguments.slots = arguments.slots or (QUICK_SLOTS if arguments.quick else SLOTS)
+    arguments.runs = arguments.runs or (QUICK_RUNS if arguments.quick else RUNS)
+    if max(arguments.threads) > cores:
+        raise UserError(f"--threads {max(arguments.threads)}: this machine has {cores} cores")
+    if arguments.heads % arguments.kv_heads:
+        raise UserError(f"--heads {arguments.heads} is no multiple of --kv-heads {arguments.kv_heads}")
+    return arguments
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    rows: list[Row] = []
+    missing: dict[str, str] = {}
+    cold = int((QUICK_COLD if arguments.quick else COLD) * last_level())
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder, cpu_library.NAME)
+        library: Path | None = built
+        try:
+            paths = cpu_library.build(built)
+        except UserError as error:
+            library, paths, missing[OURS] = None, [], str(error)
+        for threads in arguments.threads:
+            for slots in arguments.slots:
+                shape = Shape(arguments.heads, arguments.kv_heads, arguments.head_dim, slots, arguments.window)
+                found, without = measure(Setting(shape, threads, cold, library), arguments.runs)
+                rows += found
+                missing |= without
+    machine = {"processor": processor(), "cores": os.cpu_count(), "last_level_cache": last_level(), "paths": paths}
+    versions = {name: version(name) for name in PACKAGES}
+    console = Console(width=WIDTH)  # wider than most terminals, but the table can be read as it is
+    heads = f"{arguments.heads} query heads, {arguments.kv_heads} KV heads of {arguments.head_dim}"
+    packages = ", ".join(" ".join(each) for each in versions.items())
+    console.print(f"{machine['processor']}; {packages}; {heads}, one query, a window of {arguments.window}")
+    report(console, rows, missing)
+    if arguments.json is not None:
+        values = {
+            "command": ["scripts/bench_attention.py", *(sys.argv[1:] if argv is None else argv)],
+            "machine": machine,
+            "versions": {"python": platform.python_version()} | versions,
+            "heads": [arguments.heads, arguments.kv_heads, arguments.head_dim],
+            "window": arguments.window,
+            "runs": arguments.runs,
+            "seconds": [dataclasses.asdict(row) for row in rows],
+            "not_measured": missing,
+        }
+        write(arguments.json, json.dumps(values, indent=1) + "\n")
+    return int(any(name.startswith(f"{OURS} ") or reason.startswith(WRONG) for name, reason in missing.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
