@@ -7,9 +7,13 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from calibration.devices import devices, find
 from engines.errors import Parser, UserError, command, positive
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 PLANNED = ("off", "balanced", "extreme", "chat")  # the levels that export/build.py builds by default
 
@@ -135,10 +139,16 @@ def _plan(arguments: argparse.Namespace) -> None:
     plan_table.show(console, planner, rows, refused)
 
 
-def _sensitivity(arguments: argparse.Namespace) -> None:
+def _progress() -> Progress:
+    """A bar on a terminal; elsewhere nothing, so that a mistake is one line."""
     from rich.console import Console
     from rich.progress import Progress
 
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def _sensitivity(arguments: argparse.Namespace) -> None:
     from calibration import samples, sensitivity
     from calibration.prepare import prepare
     from export import checkpoint as checkpoints
@@ -149,7 +159,7 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
     recipe = recipes.load(arguments.recipe, arguments.checkpoint)
     chosen = samples.read(arguments.samples or arguments.checkpoint / "samples")[: arguments.limit]
     checkpoint = checkpoints.load(arguments.checkpoint)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with _progress() as bar:
         # Layers are those of the decoder that the recipe makes: heads merged, positions stretched.
         recipe = dataclasses.replace(recipe, quantize=Float32())
         decoder = prepare(checkpoint, {recipe.name: recipe}, chosen)[recipe.name].decoder
@@ -169,9 +179,6 @@ def _map(arguments: argparse.Namespace) -> None:
     import json
     import shutil
 
-    from rich.console import Console
-    from rich.progress import Progress
-
     from calibration import samples, survey
     from calibration.map_table import tables
     from export import checkpoint as checkpoints
@@ -183,7 +190,7 @@ def _map(arguments: argparse.Namespace) -> None:
     if out.is_dir():
         raise UserError(f"{out} is a folder: give a file by --out")
     try:
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+        with _progress() as bar:
             task = bar.add_task("samples", total=len(chosen))
             found = survey.measure(checkpoint, chosen, work, arguments.seed, progress=lambda: bar.advance(task))
     except KeyboardInterrupt:

@@ -237,6 +237,24 @@ def test_an_interrupt_says_how_to_go_on(folder: Path, tmp_path: Path, capsys: An
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is not a Hugging Face checkpoint"),
+        (["CHECKPOINT", "--samples", "nowhere"], "samples.jsonl does not exist"),
+        (["CHECKPOINT", "--limit", "0"], "must be at least 1, got 0"),
+        (["CHECKPOINT", "--out", "CHECKPOINT"], "is a folder: give a file by --out"),
+        (["CHECKPOINT", "--out", "CHECKPOINT/config.json/map"], "Not a directory"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(folder: Path, arguments: list[str], message: str, capsys: Any) -> None:
+    given = [argument.replace("CHECKPOINT", str(folder)) for argument in arguments]
+    assert command_line.main(["map", *given]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
 def test_a_file_that_is_no_map_is_one_line(measured: AttentionMap, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     with pytest.raises(UserError, match="no attention map"):

@@ -53,8 +53,16 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: object, message: str) -> No
 def test_no_folder_and_no_image(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--samples"):
         samples.read(tmp_path / "none")
+    text = write(tmp_path / "s", {"images": [], "prompt": "p"})
     with pytest.raises(UserError, match="no sample has an image"):
-        samples.read(write(tmp_path / "s", {"images": [], "prompt": "p"}))
+        samples.read(text)
+    assert samples.read(text, text_only=True) == [samples.Sample([], "p")]
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_no_sample(tmp_path: Path, text_only: bool) -> None:
+    with pytest.raises(UserError, match="holds no sample"):
+        samples.read(write(tmp_path / "s", "", " "), text_only)
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
