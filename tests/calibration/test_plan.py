@@ -102,15 +102,17 @@ def test_weights_in_fp32_are_those_of_the_bundle(demo: Checkpoint, demo_bundle: 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_that_shares_the_embedding_table(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize("weights", ["fp16", "int4"])
+def test_a_head_that_shares_the_embedding_table(tmp_path: Path, tied: bool, weights: Weights) -> None:
+    """The table is there once, in fp16, and every step reads it."""
     config: Any = tiny.llava().config
     config.tie_word_embeddings = config.text_config.tie_word_embeddings = tied
-    planned = planner(checkpoint_of(tmp_path, config))
-    table = config.text_config.vocab_size * config.text_config.hidden_size * 2
-    assert stored_bytes("fp16", planned.checkpoint.decoder.head) == table
-    layers = stored_bytes("fp16", planned.checkpoint.decoder.language_model) - table
-    assert planned.step_weight_bytes == layers + table
-    assert planned.weight_bytes == layers + table * (1 if tied else 2) + planned.vision_weight_bytes
+    planned = planner(checkpoint_of(tmp_path, config), weights=weights)
+    shape = (config.text_config.vocab_size, config.text_config.hidden_size)
+    table, head = stored("embed_tokens", shape, weights), stored("lm_head", shape, weights)
+    layers = stored_bytes(weights, planned.checkpoint.decoder.language_model) - table
+    assert planned.step_weight_bytes == layers + (table if tied else head)
+    assert planned.weight_bytes == layers + table + (0 if tied else head) + planned.vision_weight_bytes
 
 
 def checkpoint_of(folder: Path, config: Any, image_size: int = tiny.IMAGE_SIZE) -> Checkpoint:

@@ -7,13 +7,23 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from calibration import __main__ as command_line
 from calibration.devices import Figure, devices
-from calibration.plan import Row, size
+from calibration.plan import Chat, Planner, Row, size
 from engines.bundle import Bundle
+from engines.config import parse
+from export import checkpoint as checkpoints
+from export.checkpoint import Checkpoint
+from export.compress import KeyStatistics
+from export.graphs import Prefill, State
+from export.recipe import Recipe
+from tests.export import tiny
+from tests.export.test_every_method import TABLES, cases
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-vlm"
 
@@ -141,3 +151,31 @@ def test_a_configuration_that_makes_no_model(tmp_path: Path, capsys: pytest.Capt
 
     assert "makes no model" in change(lambda config: config["text_config"].update(hidden_act="sing"))
     assert "model type 'other' is not supported" in change(lambda config: config.update(model_type="other"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("small") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def both(small: Path) -> tuple[Checkpoint, Checkpoint]:
+    """With weights, and without."""
+    return checkpoints.load(small), checkpoints.load(small, weights=False)
+
+
+@pytest.mark.parametrize(("slot", "table"), list(cases()))
+def test_every_method_is_planned_as_its_prefill_allocates(
+    both: tuple[Checkpoint, Checkpoint], slot: str, table: dict[str, Any]
+) -> None:
+    loaded, skeleton = both
+    recipe = parse(Recipe, {"name": "test", **TABLES, slot: {**TABLES.get(slot, {}), **table}}, "test")
+    row = Planner(skeleton, devices()["h200"], "fp16", 0, Chat(images=8, text=4)).row(recipe)
+    decoder = loaded.decoder
+    known = [KeyStatistics(*(torch.ones(heads, decoder.head_dim) for _ in range(5))) for heads in decoder.kv_heads]
+    prefill = Prefill(State(decoder, recipe, row.bucket), known).eval()
+    with torch.no_grad():
+        made = prefill(*(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in prefill.inputs.values()))
+    state = [tensor for name, tensor in zip(prefill.outputs, made, strict=True) if name != "logits"]
+    assert row.kv_bytes == sum(tensor.numel() * tensor.element_size() for tensor in state)
+    assert row.decode_seconds > 0
