@@ -10,21 +10,34 @@
 
 #ifdef __CUDACC__
 
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#define SIMT_FOR(i, count) _Pragma("unroll") for (unsigned i = 0; i < (count); ++i)  // of registers: never a loop
 #define SIMT_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
 inline int last_error() { return static_cast<int>(cudaGetLastError()); }
+inline int multiprocessors() {
+    int device = 0, count = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
+}
+__device__ __forceinline__ float half_to_float(unsigned short bits) { return __half2float(__ushort_as_half(bits)); }
+__device__ __forceinline__ unsigned short float_to_half(float x) { return __half_as_ushort(__float2half_rn(x)); }
 
 #else
 
+#include <setjmp.h>
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <vector>
 
+#define SIMT_FOR(i, count) for (unsigned i = 0; i < (count); ++i)
 #define __global__
 #define __device__
 #define __forceinline__ inline
@@ -48,7 +61,9 @@ constexpr int INVALID_CONFIGURATION = 9, LAUNCH_FAILURE = 719;  // cudaErrorInva
 enum class Waits { nothing, warp, block, done };
 
 struct Thread {
-    ucontext_t context;
+    ucontext_t context;  // where it starts; from then on
+    jmp_buf place;       // is where it is: a jump, unlike swapcontext, asks nothing of the operating system
+    bool started;
     dim3 index;
     Waits waits;
     unsigned turn;       // warp exchanges so far
@@ -59,7 +74,7 @@ inline std::vector<Thread> threads;
 inline std::unique_ptr<char[]> stacks;
 inline size_t stacks_for = 0;
 inline unsigned current;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::function<void()> kernel;
 inline dim3 block_index, block_dim, grid_dim;
 inline int error = 0;
@@ -67,7 +82,16 @@ inline int error = 0;
 inline void wait_for(Waits what) {
     Thread& self = threads[current];
     self.waits = what;
-    swapcontext(&self.context, &scheduler);
+    if (!_setjmp(self.place)) _longjmp(scheduler, 1);
+}
+
+inline void resume(unsigned thread) {
+    current = thread;
+    Thread& self = threads[thread];
+    if (_setjmp(scheduler)) return;
+    if (self.started) _longjmp(self.place, 1);
+    self.started = true;
+    setcontext(&self.context);
 }
 
 inline void run_fiber() {
@@ -110,11 +134,10 @@ inline void run_warp(unsigned first) {
         release(first, first + WARP);
         for (unsigned i = 0; i < WARP; ++i) {
 #ifdef SIMT_BACKWARDS
-            current = first + WARP - 1 - i;
+            resume(first + WARP - 1 - i);
 #else
-            current = first + i;
+            resume(first + i);
 #endif
-            swapcontext(&scheduler, &threads[current].context);
         }
     } while (all_wait(first, first + WARP, Waits::warp));
 }
@@ -126,6 +149,7 @@ inline bool run_block() {
         Thread& thread = threads[i];
         thread.waits = Waits::nothing;
         thread.turn = 0;
+        thread.started = false;
         thread.index = dim3(i % block_dim.x, i / block_dim.x % block_dim.y, i / block_dim.x / block_dim.y);
         getcontext(&thread.context);
         thread.context.uc_stack.ss_sp = stacks.get() + i * STACK;
@@ -176,6 +200,11 @@ inline int last_error() {
     return code;
 }
 
+#ifndef SIMT_MULTIPROCESSORS
+#define SIMT_MULTIPROCESSORS 16
+#endif
+inline int multiprocessors() { return SIMT_MULTIPROCESSORS; }
+
 // Masks are taken to be full: a kernel here keeps its whole warp together.
 inline void __syncthreads() { simt::wait_for(simt::Waits::block); }
 inline unsigned __ballot_sync(unsigned, bool yes) {
@@ -183,6 +212,7 @@ inline unsigned __ballot_sync(unsigned, bool yes) {
     for (unsigned lane = 0; lane < simt::WARP; ++lane) ballot |= simt::lane_value(slot, lane) << lane;
     return ballot;
 }
+inline int __any_sync(unsigned mask, bool yes) { return __ballot_sync(mask, yes) != 0; }
 inline unsigned __match_any_sync(unsigned, unsigned value) {
     unsigned slot = simt::exchange(value), equal = 0;
     for (unsigned lane = 0; lane < simt::WARP; ++lane) equal |= unsigned(simt::lane_value(slot, lane) == value) << lane;
@@ -203,11 +233,38 @@ T __shfl_down_sync(unsigned, T value, unsigned by) {  // past the last lane a la
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
-inline unsigned __float_as_uint(float x) {
-    unsigned bits;
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {  // selectors 0..7, of bytes of high:low
+    const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+    unsigned out = 0;
+    for (unsigned i = 0; i < 4; ++i) out |= (both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return out;
+}
+inline float __expf(float x) { return std::exp(x); }
+
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+template <class T>
+T __ldg(const T* from) {
+    return *from;
+}
+
+namespace simt {
+template <class To, class From>
+To bits_of(From x) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits, in another type");
+    To bits;
     std::memcpy(&bits, &x, sizeof bits);
     return bits;
 }
+}  // namespace simt
+inline unsigned __float_as_uint(float x) { return simt::bits_of<unsigned>(x); }
+inline float __uint_as_float(unsigned bits) { return simt::bits_of<float>(bits); }
+inline float half_to_float(unsigned short bits) { return simt::bits_of<_Float16>(bits); }
+inline unsigned short float_to_half(float x) { return simt::bits_of<unsigned short>(static_cast<_Float16>(x)); }
 inline unsigned atomicAdd(unsigned* where, unsigned what) {
     unsigned before = *where;
     *where += what;
@@ -215,3 +272,10 @@ inline unsigned atomicAdd(unsigned* where, unsigned what) {
 }
 
 #endif
+
+// The same number, of which the compiler knows nothing: what follows from it is computed there, and not ahead of a loop
+// in registers that the loop needs.
+__device__ __forceinline__ unsigned opaque(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}

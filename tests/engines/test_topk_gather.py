@@ -17,20 +17,11 @@ from hypothesis import strategies as st
 
 import export.operators  # noqa: F401  registers torch.ops.unicache
 from engines.plugins.abi import Rows
+from tests.engines.simt import INVALID_VALUE, PLUGINS, compiled
 
-SOURCE = Path(__file__).resolve().parents[2] / "engines" / "plugins" / "topk_gather.cu"
-HOST = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-fPIC", "-shared", "-x", "c++"]
-INVALID_VALUE, LAUNCH_FAILURE = 1, 719
+SOURCE = PLUGINS / "topk_gather.cu"
 
 TopK = Callable[[np.ndarray, list[np.ndarray], int], list[np.ndarray]]
-
-
-def compiled(source: Path, folder: Path, *flags: str) -> ctypes.CDLL:
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed: apt install g++")
-    library = folder / "kernel.so"
-    subprocess.run(["g++", *HOST, f"-I{SOURCE.parent}", *flags, str(source), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
 
 
 def kernel(folder: Path, *flags: str) -> TopK:
@@ -177,25 +168,6 @@ def test_a_tie_rule_that_is_off_by_one_is_caught(tmp_path: Path) -> None:
 def test_sizes_out_of_range_are_refused(tmp_path: Path, heads: int, tokens: int, k: int) -> None:
     library = compiled(SOURCE, tmp_path)
     assert library.unicache_topk_gather(None, (Rows * 4)(), None, heads, tokens, k, None) == INVALID_VALUE
-
-
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ("if (threadIdx.x < 40) __syncthreads();", LAUNCH_FAILURE),
-        ("if (threadIdx.x != 5) __ballot_sync(~0u, true);", LAUNCH_FAILURE),
-        ("if (threadIdx.x == 3) __syncthreads(); else __ballot_sync(~0u, true);", LAUNCH_FAILURE),
-        ("__syncthreads(); __ballot_sync(~0u, true); __syncthreads();", 0),
-    ],
-)
-def test_the_shim_refuses_a_barrier_that_some_threads_never_reach(tmp_path: Path, body: str, code: int) -> None:
-    source = tmp_path / "barrier.cu"
-    source.write_text(
-        f'#include "simt.h"\n__global__ void body() {{ {body} }}\n'
-        'extern "C" int run() { SIMT_LAUNCH(body, dim3(2), dim3(64), nullptr); return last_error(); }\n'
-    )
-    library = compiled(source, tmp_path)
-    assert [library.run(), library.run()] == [code, code]
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_90"])
