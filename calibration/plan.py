@@ -333,7 +333,8 @@ def verdict(row: Row, free: int, reserve: int) -> str:
         )
         told += f" and {saved:.0%} of a step's time" if saved >= PAYS else ", not time"
     if row.activation_bytes > reserve:
-        told += f"; prefill makes a tensor of {size(row.activation_bytes)}, more than the reserve: give more of it"
+        told += f"; prefill makes a tensor of {size(row.activation_bytes)}, more than the reserve, "
+        told += "unless the backend fuses it"
     return told
 
 
