@@ -49,7 +49,7 @@ RUNS, QUICK_RUNS = 60, 2
 COLD, QUICK_COLD = 4, 0.05  # times the last-level cache: what the copies of a cache have together
 TURN = 2e-3  # seconds a turn takes at least
 LAST_LEVEL = 32 << 20  # bytes, where the system does not tell
-WRONG, WIDTH = "WRONG", 160
+WRONG, WIDTH = "WRONG", 180
 PACKAGES = ("numpy", "onnxruntime", "torch")
 
 
@@ -149,7 +149,7 @@ def report(console: Console, rows: Sequence[Row], missing: dict[str, str]) -> No
         table = Table(f"threads: {threads}", box=box.MARKDOWN)
         for count in slots:
             for column in (f"{count:,} slots: µs (least)", "/ floor", "/ ours"):
-                table.add_column(column, justify="right")
+                table.add_column(column, justify="right", no_wrap=True)
         for name in dict.fromkeys(row.peer for row in rows):
             cells: list[str] = []
             for count in slots:
