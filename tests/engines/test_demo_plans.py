@@ -1,9 +1,11 @@
-"""TensorRT-RTX takes every graph of the demo bundle: what CI can show of TensorRT without a GPU."""
+"""TensorRT-RTX takes every graph of the demo bundle, with plugins and without: what CI can show without a GPU."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
+import onnx
 import pytest
 
 from engines import trt
@@ -23,3 +25,23 @@ def test_every_graph_of_the_demo_bundle_becomes_a_plan(demo_bundle: Bundle, tmp_
         assert (tmp_path / plan.file).stat().st_size > 0
         assert set(built[plan.graph].inputs) == {spec.name for spec in graphs[plan.graph].inputs}
         assert set(built[plan.graph].outputs) == {spec.name for spec in graphs[plan.graph].outputs}
+
+
+@pytest.mark.slow
+def test_every_operator_of_the_demo_bundle_is_a_plugin_layer(
+    demo_bundle: Bundle, plugin_library: Path, tmp_path: Path
+) -> None:
+    files = {name: demo_bundle.file(graph.file) for name, graph in demo_bundle.manifest.graphs.items()}
+    built: dict[str, trt.Built] = {}
+    progress = lambda one: built.update({one.plan.graph: one})  # noqa: E731
+    plans = trt.build_plans("trt-rtx", files, tmp_path, progress, plugins=plugin_library)
+    assert [plan.compute_capabilities for plan in plans] == [["sm_80", "sm_86", "sm_89"]] * len(files)
+    total: Counter[str] = Counter()
+    for name, one in built.items():
+        nodes = onnx.load(files[name], load_external_data=False).graph.node
+        asked = Counter(node.op_type for node in nodes if node.domain == "unicache")
+        assert one.plugins == asked
+        assert one.layers.count("PLUGIN_V3") == asked.total()
+        assert [layer.kind for layer in one.fused].count("custom_layer") == asked.total()
+        total += asked
+    assert set(total) == {"QuantKVAttention", "TopKGather"}

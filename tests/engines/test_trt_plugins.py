@@ -44,6 +44,34 @@ class Selecting(Graph):
         return {"kept": again[0] + again[1], "index": again[4] + 1}
 
 
+class Attending(Graph):
+    """QuantKVAttention of two layers, as a decode graph has them: of types, widths and blocks of scales."""
+
+    kind = "decode"
+
+    def __init__(self, dtype: str, scale: str, bits: tuple[int, int], key_blocks: list[int], value_blocks: list[int]):
+        nn.Module.__init__(self)
+        self.bits = bits
+        key_bytes, value_bytes = (64 * each // 8 for each in bits)
+        self._takes(
+            TensorSpec("query", dtype, [1, 4, 1, 64]),
+            TensorSpec("key_store", "int8", [1, 2, 96, key_bytes]),
+            TensorSpec("key_scale", scale, [1, 2, *key_blocks]),
+            TensorSpec("value_store", "int8", [1, 2, 96, value_bytes]),
+            TensorSpec("value_scale", scale, [1, 2, *value_blocks]),
+            TensorSpec("store_bias", "float16", [1, 2, 96]),
+            TensorSpec("key_window", dtype, [1, 2, 16, 64]),
+            TensorSpec("value_window", dtype, [1, 2, 16, 64]),
+            TensorSpec("window_bias", "float32", [1, 1, 16]),
+        )
+        self.outputs = ["output", "store_mass", "window_mass"]
+
+    def compute(self, query: Tensor, **rest: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        first = torch.ops.unicache.quant_kv_attention(query, *rest.values(), 0.125, *self.bits)
+        second = torch.ops.unicache.quant_kv_attention(first[0] + query, *rest.values(), 0.125, *self.bits)
+        return dict(zip(self.outputs, (a + b for a, b in zip(first, second, strict=True)), strict=True))
+
+
 def exported(graph: Graph, folder: Path, name: str) -> Path:
     with WeightFile(folder) as weights:
         return folder / export(graph, name, weights).file
@@ -76,6 +104,24 @@ def test_topk_gather_becomes_plugin_layers(plugin_library: Path, tmp_path: Path)
         assert one.layers.count("PLUGIN_V3") == plugin_layers(one) == 2
         assert "TOPK" not in one.layers
         assert graphs[name].read_bytes() == before[name]
+
+
+PER_CHANNEL, PER_TOKEN, BLOCKED = [1, 64], [96, 1], [3, 2]
+ATTENTION = {
+    "int8": ("float16", "float16", (8, 8), PER_CHANNEL, PER_TOKEN),
+    "int4": ("float16", "float32", (4, 4), BLOCKED, BLOCKED),
+    "mixed": ("float32", "float16", (8, 4), PER_TOKEN, PER_CHANNEL),
+    "single": ("float32", "float32", (4, 8), BLOCKED, PER_TOKEN),
+}
+
+
+@slow
+def test_quant_kv_attention_becomes_plugin_layers(plugin_library: Path, tmp_path: Path) -> None:
+    graphs = {name: exported(Attending(*each), tmp_path, name) for name, each in ATTENTION.items()}
+    for one in build(graphs, tmp_path / "plans", plugin_library).values():
+        assert one.plugins == {"QuantKVAttention": 2}
+        assert one.layers.count("PLUGIN_V3") == plugin_layers(one) == 2
+        assert "SOFTMAX" not in one.layers
 
 
 @slow

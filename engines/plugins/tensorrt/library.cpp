@@ -2,6 +2,7 @@
 #include <cstdarg>
 #include <cstdio>
 
+#include "quant_kv_attention.h"
 #include "topk_gather.h"
 
 namespace unicache {
@@ -134,8 +135,9 @@ extern "C" const char* unicache_complaint() {
 }
 
 extern "C" nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
+    static unicache::Creator<unicache::QuantKVAttention> quant_kv_attention;
     static unicache::Creator<unicache::TopKGather> topk_gather;
-    static nvinfer1::IPluginCreatorInterface* const creators[] = {&topk_gather};
+    static nvinfer1::IPluginCreatorInterface* const creators[] = {&quant_kv_attention, &topk_gather};
     count = sizeof creators / sizeof *creators;
     return creators;
 }

@@ -4,8 +4,8 @@
 // some inputs, how much workspace it needs and how it runs. From that follow the shape and type functions, formats,
 // serialization, and an error for everything that it does not support, when the network is made.
 //
-// Only interfaces that TensorRT 10.3, 10.14 and 11 declare alike are used, and nothing of TensorRT is linked: one
-// library is loaded by all of them, and by TensorRT-RTX.
+// Only the first versions of TensorRT's interfaces are used (v_1_0, in its headers since 10.0), and nothing of TensorRT
+// is linked: one library is loaded by TensorRT 10, 11 and TensorRT-RTX, whichever headers it was compiled with.
 #pragma once
 #include <NvInferRuntime.h>
 
