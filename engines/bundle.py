@@ -5,6 +5,7 @@
     *.onnx             static-shape graphs, their weights in one shared file
     weights.bin        external data of all graphs and the token embedding table
     *.plan             TensorRT plans, if built
+    libunicache_*.so   kernels of the operators, for ONNX Runtime on a CPU and for TensorRT, if built
     tokenizer.json, preprocessor.json, chat_template.jinja
 
 Nothing in a bundle is ever executed. numpy and the standard library only: export writes it, the runtime reads it.
@@ -38,6 +39,7 @@ from engines.manifest import (
     File,
     Graph,
     Level,
+    Library,
     Manifest,
     Model,
     Plan,
@@ -46,7 +48,7 @@ from engines.manifest import (
 )
 
 __all__ = [
-    "Adaptive", "Bucket", "Bundle", "Embedding", "Graph", "Level", "Manifest", "Model", "Plan", "Shortened",
+    "Adaptive", "Bucket", "Bundle", "Embedding", "Graph", "Level", "Library", "Manifest", "Model", "Plan", "Shortened",
     "TensorSpec", "read", "seal", "sha256", "writing",
 ]  # fmt: skip
 

@@ -15,7 +15,7 @@ import numpy as np
 from engines.gate import Fallback, Gate
 
 FORMAT = "unicache-edge"
-VERSION = 2
+VERSION = 3
 WEIGHTS = "weights.bin"
 DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
@@ -38,12 +38,17 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Graph:
-    """One static-shape ONNX graph of the bundle."""
+    """One static-shape ONNX graph of the bundle.
+
+    Attributes:
+        operators: of domain `unicache`, and how many nodes of each.
+    """
 
     kind: Literal["vision", "prefill", "decode", "compact"]
     file: str
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
+    operators: dict[str, int] = field(default_factory=dict)
 
     def expect(self, **shapes: list[int]) -> None:
         """Raise a `ValueError` unless these inputs or outputs are there with these shapes."""
@@ -55,13 +60,35 @@ class Graph:
 
 @dataclass(frozen=True)
 class Plan:
-    """A TensorRT plan of one graph."""
+    """A TensorRT plan of one graph.
+
+    Attributes:
+        plugins: operators that run as plugin layers, and how many; the others run as their function bodies.
+    """
 
     graph: str
     file: str
     backend: str
     version: str
     compute_capabilities: list[str]
+    plugins: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Library:
+    """Kernels of the operators that the bundle ships. Never loaded from there: see `engines.plugins.store`.
+
+    Attributes:
+        file: `libunicache_ort.so` for ONNX Runtime on a CPU, `libunicache_trt.so` for TensorRT.
+        platform: system and machine that it was compiled for, for example `linux-aarch64`.
+        architectures: instruction sets, or compute capabilities.
+        operators: whose kernels it holds.
+    """
+
+    file: str
+    platform: str
+    architectures: list[str]
+    operators: list[str]
 
 
 @dataclass(frozen=True)
@@ -252,6 +279,7 @@ class Manifest:
         plans: TensorRT plans, one a graph and backend.
         backends: backend -> note of the build (version, what was built, why not).
         tools: versions of the packages that built it.
+        libraries: kernels of the operators.
         files: every file but the manifest, with its hash; filled in when the bundle is sealed.
     """
 
@@ -262,6 +290,7 @@ class Manifest:
     plans: list[Plan] = field(default_factory=list)
     backends: dict[str, str] = field(default_factory=dict)
     tools: dict[str, str] = field(default_factory=dict)
+    libraries: list[Library] = field(default_factory=list)
     files: dict[str, File] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION
@@ -300,7 +329,8 @@ class Manifest:
         for name in self.files:
             if not _is_inside(name):
                 raise ValueError(f"file name {name!r} leads out of the bundle")
-        for name in (*(graph.file for graph in self.graphs.values()), *(plan.file for plan in self.plans), WEIGHTS):
+        parts: list[Graph | Plan | Library] = [*self.graphs.values(), *self.plans, *self.libraries]
+        for name in (*(part.file for part in parts), WEIGHTS):
             if name not in self.files:
                 raise ValueError(f"file {name!r} has no hash")
         if self.model.embedding.end > self.files[WEIGHTS].bytes:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from export.checkpoint import Checkpoint
+    from export.kernels import Kernels
     from export.recipe import Recipe
 
 DEMO = ROOT / "models" / "demo-vlm"
@@ -65,6 +66,14 @@ def arguments() -> argparse.ArgumentParser:
         choices=("ort", "trt-rtx", "trt"),
         help="ort: ONNX Runtime; trt-rtx: plans by TensorRT-RTX, built without a GPU; trt: plans by TensorRT on this "
         "device; repeat for several (default: ort, which every bundle has)",
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="compiled kernels of the operators, for ONNX Runtime (a C++ compiler) and, as plugins, for TensorRT "
+        "(nvcc): auto ships what can be compiled here, always insists, never leaves all to the graphs' own function "
+        "bodies (default: auto)",
     )
     parser.add_argument(
         "--images",
@@ -123,6 +132,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     from calibration.entropy import with_entropy
     from calibration.prepare import prepare
     from export import checkpoint as checkpoints
+    from export import kernels as kernel_libraries
     from export.buckets import check_sizes
     from export.pipeline import SMALL, Exported, export_graphs, plan_levels
     from export.to_onnx import WeightFile
@@ -155,6 +165,11 @@ def build(args: argparse.Namespace, folder: Path) -> None:
         if found.note:
             console.print(f"level {name}: {found.note}")
 
+    with console.status("compiling kernels"):
+        kernels = kernel_libraries.prepare(folder, args.kernels)
+    for reason in kernels.missing:
+        console.print(f"without kernels: {reason}")
+
     described, makers = plan_levels(checkpoint, levels, buckets, prepared)
     jobs = args.jobs or (min(os.cpu_count() or 1, 4) if parameters(checkpoint) < SMALL else 1)
     with WeightFile(folder) as weights, _progress(console) as bar:
@@ -168,11 +183,11 @@ def build(args: argparse.Namespace, folder: Path) -> None:
 
         table = checkpoint.embedding.contiguous().numpy()
         embedding = bundle.Embedding(weights.add(table.tobytes()), str(table.dtype), list(table.shape))
-        graphs = export_graphs(makers, weights, jobs, done)
+        graphs = export_graphs(makers, weights, jobs, done, kernels.cpu)
     manifest = bundle.Manifest(_model(checkpoint, embedding), described, default, graphs)
     _write_processor(checkpoint, folder)
     plans = [plan for backend in backends[1:] for plan in _build_plans(backend, manifest, folder, console)]
-    bundle.seal(folder, _with_plans(manifest, plans, backends))
+    bundle.seal(folder, _with_plans(manifest, plans, backends, kernels))
 
 
 def _levels(args: argparse.Namespace) -> dict[str, Recipe]:
@@ -287,17 +302,24 @@ def _build_plans(backend: str, manifest: bundle.Manifest, folder: Path, console:
         return trt.build_plans(backend, files, folder, lambda *_: bar.advance(task))
 
 
-def _with_plans(manifest: bundle.Manifest, plans: list[bundle.Plan], backends: list[str]) -> bundle.Manifest:
+def _with_plans(
+    manifest: bundle.Manifest, plans: list[bundle.Plan], backends: list[str], kernels: Kernels
+) -> bundle.Manifest:
     import dataclasses
 
-    notes = {"ort": "ONNX graphs, checked against PyTorch on CPU"}
+    checked = ", with the function bodies and with kernels" if kernels.cpu else ""
+    notes = {"ort": f"ONNX graphs, checked against PyTorch on CPU{checked}"}
     for backend in backends[1:]:
         mine = [plan for plan in plans if plan.backend == backend]
         targets = ", ".join(mine[0].compute_capabilities)
-        notes[backend] = f"{len(mine)} plans by version {mine[0].version} for {targets}; not run at build time"
+        layers = sum(sum(plan.plugins.values()) for plan in mine)
+        notes[backend] = (
+            f"{len(mine)} plans by version {mine[0].version} for {targets}, {layers} operators as plugin layers; "
+            "not run at build time"
+        )
     names = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
     tools = {name: importlib.metadata.version(name) for name in names}
-    return dataclasses.replace(manifest, plans=plans, backends=notes, tools=tools)
+    return dataclasses.replace(manifest, plans=plans, libraries=kernels.libraries, backends=notes, tools=tools)
 
 
 def _progress(console: Console) -> Progress:

@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -95,10 +96,13 @@ def plan_levels(
     return levels, makers
 
 
-def _export_one(makers: Makers, weights: WeightFile, name: str) -> Exported:
+def _export_one(makers: Makers, weights: WeightFile, library: Path | None, name: str) -> Exported:
     module = makers[name]()
     graph = export(module, name, weights)
-    return Exported(name, graph, largest_error(module, graph, weights.folder))
+    error = largest_error(module, graph, weights.folder)
+    if library and graph.operators:
+        error = max(error, largest_error(module, graph, weights.folder, library))
+    return Exported(name, graph, error)
 
 
 _work: Callable[[str], Exported]  # set before the workers are forked: a module with weights is never pickled
@@ -110,18 +114,23 @@ def _forked(name: str) -> Exported:
 
 
 def export_graphs(
-    makers: Makers, weights: WeightFile, jobs: int, done: Callable[[Exported], None] = lambda exported: None
+    makers: Makers,
+    weights: WeightFile,
+    jobs: int,
+    done: Callable[[Exported], None] = lambda exported: None,
+    library: Path | None = None,
 ) -> dict[str, bundle.Graph]:
     """Export and check every graph into the folder of `weights`, `jobs` at a time.
 
     Args:
         done: called with each graph as it is finished.
+        library: kernels of the operators, which every graph that uses them is checked with too.
 
     Raises:
         UserError: a graph differs from PyTorch, or a worker died.
     """
     global _work
-    _work = partial(_export_one, makers, weights)
+    _work = partial(_export_one, makers, weights, library)
     made = {}
     if jobs == 1 or "fork" not in multiprocessing.get_all_start_methods():
         for name in makers:

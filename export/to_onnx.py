@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,7 +114,8 @@ def export(graph: Graph, name: str, weights: WeightFile) -> bundle.Graph:
     weights.externalize(model)
     file = f"{name}.onnx"
     ir.save(model, weights.folder / file)
-    return bundle.Graph(graph.kind, file, specs, [_spec(output) for output in model.graph.outputs])
+    outputs = [_spec(output) for output in model.graph.outputs]
+    return bundle.Graph(graph.kind, file, specs, outputs, dict(Counter(node.op_type for node in used)))
 
 
 def _tidy(model: ir.Model) -> None:

@@ -49,22 +49,26 @@ def random_inputs(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
     return feeds
 
 
-def largest_error(graph: Graph, exported: bundle.Graph, folder: Path) -> float:
+def largest_error(graph: Graph, exported: bundle.Graph, folder: Path, library: Path | None = None) -> float:
     """Run both and compare; the largest difference relative to each output's largest value.
 
     Where ONNX Runtime and PyTorch keep different tokens of nearly equal score, those slots are left out, and may be
     one in a hundred at most.
 
+    Args:
+        library: kernels of the operators; None: their function bodies run.
+
     Raises:
         UserError: an output differs by more than `TOLERANCE`, or in shape.
     """
-    session = OrtSession(folder / exported.file)
+    session = OrtSession(folder / exported.file, library=library)
+    name = exported.file + (f" with the kernels of {library.name}" if library else "")
     worst = 0.0
     for seed in range(SEEDS):
         feeds = random_inputs(graph, seed)
         with torch.no_grad():
             expected = dict(zip(graph.outputs, graph(*(torch.from_numpy(v) for v in feeds.values())), strict=True))
-        worst = max(worst, _largest_difference(expected, session.run(feeds), exported.file))
+        worst = max(worst, _largest_difference(expected, session.run(feeds), name))
     return worst
 
 

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["open"]
 
 
-def open(path: str | Path, backend: str = "auto", level: str | None = None, threads: int | None = None) -> VLM:
+def open(
+    path: str | Path,
+    backend: str = "auto",
+    level: str | None = None,
+    threads: int | None = None,
+    kernels: bool = True,
+) -> VLM:
     """Open a bundle: check every byte of it, choose a backend and a compression level.
 
     Args:
@@ -24,10 +30,11 @@ def open(path: str | Path, backend: str = "auto", level: str | None = None, thre
         backend: `auto`, `ort`, `trt-rtx` or `trt`.
         level: one of the bundle's compression levels; None takes its default.
         threads: CPU threads; None lets the backend choose.
+        kernels: load the compiled kernels that this machine has (`python -m engines.plugins build`).
 
     Raises:
         UserError: the bundle is damaged or foreign, the backend cannot run it here, or it has no such level.
     """
     from runtime.model import VLM  # here, so that `import runtime` stays quick
 
-    return VLM.open(path, backend, level, threads)
+    return VLM.open(path, backend, level, threads, kernels)

@@ -6,10 +6,14 @@ import argparse
 import dataclasses
 import json
 import sys
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 from engines.backend import Status
 from engines.errors import Parser, command
+
+if TYPE_CHECKING:
+    from engines.bundle import Bundle
 
 BYTES = 1024
 
@@ -37,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
     ask.add_argument("--question-later", action="store_true", help="compress the images before the question is known")
     ask.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the backend's choice)")
+    ask.add_argument("--no-kernels", action="store_true", help="run the graphs as they are, without compiled kernels")
     ask.add_argument("--json", action="store_true", help="print one JSON object instead of the answer")
 
     info = commands.add_parser("info", help="what a bundle holds and what can run it here")
@@ -49,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
 def _ask(arguments: argparse.Namespace) -> None:
     import runtime
 
-    vlm = runtime.open(arguments.bundle, arguments.backend, arguments.level, arguments.threads)
+    vlm = runtime.open(
+        arguments.bundle, arguments.backend, arguments.level, arguments.threads, not arguments.no_kernels
+    )
     stream = vlm.generate(
         arguments.question,
         images=arguments.image,
@@ -68,10 +75,10 @@ def _ask(arguments: argparse.Namespace) -> None:
         return
     print()
     print(
-        f"[{stats.level}, {stats.backend} ({stats.provider}); {stats.prompt_tokens} prompt tokens, "
-        f"{stats.visual_tokens} visual tokens kept; KV {stats.kv_bytes / BYTES:.0f} KiB, "
-        f"uncompressed {stats.kv_bytes_uncompressed / BYTES:.0f} KiB; {stats.generated_tokens} tokens, "
-        f"{sum(stats.seconds.values()):.2f} s, stopped by {stats.stop_reason}]",
+        f"[{stats.level}, {stats.backend} ({stats.provider}{', kernels' * stats.kernels}); "
+        f"{stats.prompt_tokens} prompt tokens, {stats.visual_tokens} visual tokens kept; "
+        f"KV {stats.kv_bytes / BYTES:.0f} KiB, uncompressed {stats.kv_bytes_uncompressed / BYTES:.0f} KiB; "
+        f"{stats.generated_tokens} tokens, {sum(stats.seconds.values()):.2f} s, stopped by {stats.stop_reason}]",
         file=sys.stderr,
     )
 
@@ -94,6 +101,8 @@ def _info(arguments: argparse.Namespace) -> None:
         "capacities": {str(bucket.length): bucket.capacities for bucket in default.buckets},
         "levels": levels,
         "backends": {name: _backend(status(name, bundle)) for name in NAMES},
+        "operators": _operators(bundle),
+        "libraries": [dataclasses.asdict(library) for library in manifest.libraries],
         "tools": manifest.tools,
         "files": {name: dataclasses.asdict(file) for name, file in manifest.files.items()},
     }
@@ -121,9 +130,29 @@ def _info(arguments: argparse.Namespace) -> None:
     print("\nbackends")
     for name, backend in values["backends"].items():
         print(f"  {name:8} {'yes' if backend['available'] else 'no '}  {backend['reason']}")
+    print("\noperators")
+    for name, runs in values["operators"].items():
+        print(f"  {name:18} " + "; ".join(f"{backend}: {what}" for backend, what in runs.items()))
+    for library in manifest.libraries:
+        print(f"  {library.file}: {library.platform}, {', '.join(library.architectures)}")
     print(f"\nfiles ({sum(file.bytes for file in manifest.files.values()) / 2**20:.1f} MiB)")
     for name, file in manifest.files.items():
         print(f"  {file.bytes:12,}  {name}")
+
+
+def _operators(bundle: Bundle) -> dict[str, dict[str, str]]:
+    """What each operator of the bundle's graphs runs as, by backend."""
+    from runtime.backends import kernels
+
+    manifest, library = bundle.manifest, kernels(bundle)[0]
+    count = sum((Counter(graph.operators) for graph in manifest.graphs.values()), Counter())
+    runs = {name: {"ort": "kernel" if library else "function body"} for name in sorted(count)}
+    for backend in dict.fromkeys(plan.backend for plan in manifest.plans):
+        layers = sum((Counter(plan.plugins) for plan in manifest.plans if plan.backend == backend), Counter())
+        for name, nodes in count.items():
+            plugins = f"{layers[name]} of {nodes} nodes are plugin layers"
+            runs[name][backend] = plugins if layers[name] else "function body"
+    return runs
 
 
 def _backend(status: Status) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from engines import trt
 from engines.backend import Status
 from engines.bundle import REBUILD, Bundle
 from engines.errors import UserError
-from engines.ort import OrtSession, ort_status
+from engines.ort import OrtSession, ort_status, providers
+from engines.plugins import store
 
 AUTO = "auto"
 NAMES = ("ort", *trt.BACKENDS)
@@ -17,7 +20,8 @@ NAMES = ("ort", *trt.BACKENDS)
 def status(name: str, bundle: Bundle) -> Status:
     """Whether one backend runs this bundle here, and the reason."""
     if name == "ort":
-        return ort_status()
+        found = ort_status()
+        return Status(name, True, f"{found.reason}; {kernels(bundle)[1]}") if found.available else found
     plans = trt.status(name, bundle)
     if plans.available:
         reason = f"{plans.reason}, but this runtime does not run plans yet: use --backend ort"
@@ -42,10 +46,19 @@ def choose(name: str, bundle: Bundle) -> str:
     raise UserError("; ".join(refused))
 
 
-def load(bundle: Bundle, graph: str, threads: int | None) -> OrtSession:
-    """Load one graph of the bundle, and compare what it declares with the manifest."""
+def kernels(bundle: Bundle) -> tuple[Path | None, str]:
+    """The compiled kernels that run beside the bundle's graphs here, and why those, or why none."""
+    if not any(graph.operators for graph in bundle.manifest.graphs.values()):
+        return None, "no kernels are needed"
+    if (provider := providers()[0]) != "CPUExecutionProvider":
+        return None, f"no kernels for {provider}"
+    return store.for_onnxruntime(bundle)
+
+
+def load(bundle: Bundle, graph: str, threads: int | None, library: Path | None = None) -> OrtSession:
+    """Load one graph of the bundle, with these kernels, and compare what it declares with the manifest."""
     described = bundle.manifest.graphs[graph]
-    session = OrtSession(bundle.file(described.file), threads)
+    session = OrtSession(bundle.file(described.file), threads, library if described.operators else None)
     for specs, declared in ((described.inputs, session.inputs), (described.outputs, session.outputs)):
         expected = {spec.name: (np.dtype(spec.dtype), tuple(spec.shape)) for spec in specs}
         for name in sorted(expected.keys() | declared.keys()):

@@ -41,6 +41,7 @@ class Stats:
     """What a request took.
 
     Attributes:
+        kernels: whether compiled kernels ran the operators, in place of the graphs' function bodies.
         level: that ran; where the question came later, the one that the opened level names for that.
         prompt_tokens: P, before visual tokens were pruned.
         visual_tokens: kept, of all images together; of each one in `visual_tokens_by_image`.
@@ -56,6 +57,7 @@ class Stats:
     level: str
     backend: str
     provider: str = ""
+    kernels: bool = False
     prompt_tokens: int = 0
     images: int = 0
     visual_tokens: int = 0
@@ -101,11 +103,19 @@ class Request:
 class VLM:
     """An opened bundle at one compression level. Graphs are loaded when first needed and kept."""
 
-    def __init__(self, bundle: Bundle, level: str | None = None, backend: str = "ort", threads: int | None = None):
+    def __init__(
+        self,
+        bundle: Bundle,
+        level: str | None = None,
+        backend: str = "ort",
+        threads: int | None = None,
+        kernels: bool = True,
+    ):
         manifest = bundle.manifest
         self.bundle, self.model = bundle, manifest.model
         self.level = manifest.default_level if level is None else level
         self.backend, self.threads = backend, threads
+        self._library = backends.kernels(bundle)[0] if kernels else None
         if self.level not in manifest.levels:
             raise UserError(f"no level {self.level!r} in {bundle.path}: choose {', '.join(manifest.levels)}")
         self._table = bundle.embedding()
@@ -118,13 +128,18 @@ class VLM:
 
     @classmethod
     def open(
-        cls, path: str | Path, backend: str = backends.AUTO, level: str | None = None, threads: int | None = None
+        cls,
+        path: str | Path,
+        backend: str = backends.AUTO,
+        level: str | None = None,
+        threads: int | None = None,
+        kernels: bool = True,
     ) -> VLM:
         """See `runtime.open`."""
         if threads is not None:
             _check_count("threads", threads, MAX_THREADS)
         bundle = bundles.read(Path(path))
-        return cls(bundle, level, backends.choose(backend, bundle), threads)
+        return cls(bundle, level, backends.choose(backend, bundle), threads, kernels)
 
     @overload
     def generate(
@@ -172,7 +187,7 @@ class VLM:
         Raises:
             UserError: at once, before anything is generated, whatever is wrong with the request.
         """
-        stats = Stats(self._later if question_later else self.level, self.backend)
+        stats = Stats(self._later if question_later else self.level, self.backend, kernels=self._library is not None)
         request = self._request(prompt, images, max_new_tokens, ignore_eos, question_later, stats)
         text = TextStream(self, request, stats)
         if stream:
@@ -318,7 +333,7 @@ class VLM:
     def _session(self, graph: str, stats: Stats) -> OrtSession:
         if graph not in self._sessions:
             with stats.time("load"):
-                self._sessions[graph] = backends.load(self.bundle, graph, self.threads)
+                self._sessions[graph] = backends.load(self.bundle, graph, self.threads, self._library)
         return self._sessions[graph]
 
 

@@ -14,13 +14,16 @@ from hypothesis import settings
 from engines import bundle as bundles
 from engines.bundle import Bundle
 from engines.errors import UserError
-from engines.plugins import cpu_library
+from engines.plugins import cpu_library, store
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # A busy machine is no failure; and CI tries the same examples every time, so that a red run is a change's own doing.
 settings.register_profile("here", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("here")
+
+# Kernels that bundles ship are compiled once, and nothing is put into the home of whoever tests.
+os.environ.setdefault(store.FOLDER, str(ROOT / "build" / "libraries"))
 
 
 @pytest.fixture(scope="session")

@@ -46,8 +46,8 @@ class Recorder:
         self.loaded: list[str] = []
         load = backends.load
 
-        def recording(bundle: Any, graph: str, threads: int | None) -> Any:
-            session: Any = load(bundle, graph, threads)
+        def recording(bundle: Any, graph: str, *options: Any) -> Any:
+            session: Any = load(bundle, graph, *options)
             run = session.run
             self.loaded.append(graph)
 

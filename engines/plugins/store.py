@@ -1,0 +1,151 @@
+"""Libraries of kernels on this machine: compiled here once, or taken over from a bundle on purpose.
+
+A bundle ships its libraries, and opening a bundle must execute nothing that lies in it. So code is loaded from this
+store only: what was compiled here from this package's own sources, and what a person has said to trust
+(`python -m engines.plugins trust BUNDLE`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.bundle import Bundle, sha256
+from engines.errors import UserError
+from engines.manifest import Library
+from engines.plugins import cpu_library, cuda_library
+
+FOLDER = "UNICACHE_LIBRARIES"  # environment variable: where the store lies
+OPERATORS = ["QuantKVAttention", "TopKGather"]
+
+
+def folder() -> Path:
+    if chosen := os.environ.get(FOLDER):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unicache-edge"
+
+
+def platform() -> str:
+    """Of libraries that run here, for example `linux-x86_64`."""
+    return sysconfig.get_platform()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A library in the store: a folder of its own, with a note of its hash and of what it was compiled for."""
+
+    path: Path
+    architectures: list[str]
+
+    def described(self) -> Library:
+        """As the manifest of a bundle that ships it tells."""
+        return Library(self.path.name, platform(), self.architectures, OPERATORS)
+
+
+def cpu() -> Stored:
+    """The library for ONNX Runtime, compiled now if it is not there yet.
+
+    Raises:
+        UserError: there is no C++ compiler, or it refuses.
+    """
+    return _compiled(cpu_library.NAME, cpu_library.sources(), (), cpu_library.build)
+
+
+def cuda(architectures: Sequence[str] = cuda_library.ARCHITECTURES) -> Stored:
+    """The library of TensorRT plugins, compiled now if it is not there yet.
+
+    Raises:
+        UserError: nvcc or TensorRT's headers are missing, or the compiler refuses.
+    """
+
+    def build(out: Path) -> list[str]:
+        cuda_library.build(out, architectures)
+        return [*architectures]
+
+    return _compiled(cuda_library.NAME, cuda_library.sources(), architectures, build)
+
+
+def _compiled(name: str, sources: Sequence[Path], options: Sequence[str], build: Callable[[Path], list[str]]) -> Stored:
+    key = _key(sources, options)
+    return _find(name, key) or _put(name, key, build)
+
+
+def _key(sources: Sequence[Path], options: Sequence[str]) -> str:
+    known = hashlib.sha256(repr((platform(), *options)).encode())
+    for source in sorted(sources):
+        known.update(f"\0{source.name}\0".encode() + source.read_bytes())
+    return known.hexdigest()
+
+
+def _find(name: str, key: str) -> Stored | None:
+    """A library as it was put there, or None: loading one that is cut off would end the process."""
+    place = folder() / key[:16]
+    try:
+        note = json.loads((place / "note.json").read_bytes())
+        return Stored(place / name, note["architectures"]) if note["sha256"] == sha256(place / name) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _put(name: str, key: str, make: Callable[[Path], list[str]]) -> Stored:
+    """`make` writes the library to a path and returns its architectures."""
+    place = folder() / key[:16]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new.", dir=place.parent) as temporary:
+        new = Path(temporary, "library")
+        new.mkdir()
+        architectures = make(new / name)
+        (new / "note.json").write_text(json.dumps({"architectures": architectures, "sha256": sha256(new / name)}))
+        if place.exists():
+            os.rename(place, Path(temporary, "old"))  # damaged, or another process was as quick
+        os.rename(new, place)
+    return Stored(place / name, architectures)
+
+
+def for_onnxruntime(bundle: Bundle) -> tuple[Path | None, str]:
+    """The library to load beside a bundle's ONNX graphs, and which it is; or None, and why there is none."""
+    if local := _find(cpu_library.NAME, _key(cpu_library.sources(), ())):
+        return local.path, "kernels compiled here"
+    build = "compile your own with  python -m engines.plugins build"
+    shipped = {library.file: library for library in bundle.manifest.libraries}.get(cpu_library.NAME)
+    if shipped is None:
+        return None, f"no kernels: {build}"
+    if shipped.platform != platform():
+        return None, f"the bundle's kernels are for {shipped.platform}, this is {platform()}: {build}"
+    if trusted := _find(shipped.file, bundle.manifest.files[shipped.file].sha256):
+        return trusted.path, "the bundle's kernels, trusted here"
+    return None, f"the bundle's kernels are not trusted yet: python -m engines.plugins trust {bundle.path}, or {build}"
+
+
+def trust(bundle: Bundle) -> list[Path]:
+    """Take over a bundle's libraries for this platform.
+
+    Raises:
+        UserError: it has none.
+    """
+    mine = [library for library in bundle.manifest.libraries if library.platform == platform()]
+    if not mine:
+        others = sorted({library.platform for library in bundle.manifest.libraries})
+        raise UserError(f"{bundle.path} has no libraries for {platform()}" + (f", only for {others}" if others else ""))
+
+    def copy(library: Library) -> Callable[[Path], list[str]]:
+        def make(out: Path) -> list[str]:
+            shutil.copyfile(bundle.file(library.file), out)
+            return library.architectures
+
+        return make
+
+    return [_put(each.file, bundle.manifest.files[each.file].sha256, copy(each)).path for each in mine]
+
+
+def stored() -> list[Stored]:
+    """Every library that is here."""
+    places = sorted(path for path in folder().glob("*/*.so"))
+    return [found for path in places if (found := _find(path.name, path.parent.name))]
