@@ -95,7 +95,6 @@ class Built:
         inputs, outputs: names of the network's tensors.
         layers: type of every layer of the parsed network, functions inlined.
         fused: layers of the engine.
-        plugins: layers of the plugin library, by operator.
     """
 
     plan: Plan
@@ -105,7 +104,6 @@ class Built:
     outputs: list[str]
     layers: list[str]
     fused: list[FusedLayer]
-    plugins: dict[str, int]
 
 
 def table(backend: str) -> Backend:
@@ -217,11 +215,11 @@ def build_plans(
         def work(worker: _Worker) -> None:
             try:
                 while (graph := jobs.get()) is not None:
-                    plan = Plan(graph, f"{graph}.{backend}.plan", backend, here, targets)
-                    file = Path(folder, plan.file).resolve()
+                    file = Path(folder, f"{graph}.{backend}.plan").resolve()
                     onnx = str(Path(graphs[graph]).resolve())
                     job = {"onnx": onnx, "plan": str(file), "targets": row.targets, "plugins": library}
                     answer = worker.ask(graph, job, timeout)
+                    plan = Plan(graph, file.name, backend, here, targets, plugins=answer.pop("plugins"))
                     fused = [FusedLayer(**layer) for layer in answer.pop("fused")]
                     results.put(Built(plan, bytes=file.stat().st_size, fused=fused, **answer))
             except Exception as error:  # raised again in the caller's thread

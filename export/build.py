@@ -166,7 +166,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
             console.print(f"level {name}: {found.note}")
 
     with console.status("compiling kernels"):
-        kernels = kernel_libraries.prepare(folder, args.kernels)
+        kernels = kernel_libraries.prepare(folder, args.kernels, tensorrt=len(backends) > 1)
     for reason in kernels.missing:
         console.print(f"without kernels: {reason}")
 
@@ -186,7 +186,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
         graphs = export_graphs(makers, weights, jobs, done, kernels.cpu)
     manifest = bundle.Manifest(_model(checkpoint, embedding), described, default, graphs)
     _write_processor(checkpoint, folder)
-    plans = [plan for backend in backends[1:] for plan in _build_plans(backend, manifest, folder, console)]
+    plans = [plan for backend in backends[1:] for plan in _build_plans(backend, manifest, folder, console, kernels)]
     bundle.seal(folder, _with_plans(manifest, plans, backends, kernels))
 
 
@@ -293,13 +293,15 @@ def _write_processor(checkpoint: Checkpoint, folder: Path) -> None:
     checkpoint.preprocessor.write(folder)
 
 
-def _build_plans(backend: str, manifest: bundle.Manifest, folder: Path, console: Console) -> list[bundle.Plan]:
+def _build_plans(
+    backend: str, manifest: bundle.Manifest, folder: Path, console: Console, kernels: Kernels
+) -> list[bundle.Plan]:
     from engines import trt
 
     files = {name: folder / graph.file for name, graph in manifest.graphs.items()}
     with _progress(console) as bar:
         task = bar.add_task(f"building {backend} plans", total=len(files))
-        return trt.build_plans(backend, files, folder, lambda *_: bar.advance(task))
+        return trt.build_plans(backend, files, folder, lambda *_: bar.advance(task), plugins=kernels.cuda)
 
 
 def _with_plans(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from engines.bundle import Library
 from engines.errors import UserError
-from engines.plugins import cpu_library, store
+from engines.plugins import cpu_library, cuda_library, host_library, store
+from export.kernel_check import check_attention, check_topk_gather
 
-CHOICES = ("auto", "always", "never")
+CASES = 20  # random shapes on which a CUDA kernel is compared; the tests try hundreds
 
 
 @dataclass
@@ -20,25 +25,28 @@ class Kernels:
 
     Attributes:
         cpu: the library for ONNX Runtime; None: function bodies.
-        libraries: as the manifest describes them.
+        cuda: the library of TensorRT plugins; None: function bodies.
+        libraries: both, as the manifest describes them.
         missing: why there is not one of them.
     """
 
     cpu: Path | None = None
+    cuda: Path | None = None
     libraries: list[Library] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 
-def prepare(folder: Path, choice: str) -> Kernels:
+def prepare(folder: Path, choice: str, tensorrt: bool) -> Kernels:
     """Put the libraries into the bundle's folder.
 
-    The kernels for ONNX Runtime are checked with every graph that uses them.
+    The kernels for ONNX Runtime are checked with every graph that uses them; those for TensorRT here.
 
     Args:
         choice: `auto` ships what can be compiled here, `always` insists, `never` ships none.
+        tensorrt: whether plans will be built.
 
     Raises:
-        UserError: there are none, and `always` was asked for.
+        UserError: a kernel computes something else than its operator; or one is missing, and `always` was asked for.
     """
     kernels = Kernels()
     if choice == "never":
@@ -57,4 +65,24 @@ def prepare(folder: Path, choice: str) -> Kernels:
         return folder / name
 
     kernels.cpu = take(cpu_library.NAME, store.cpu)
+    if tensorrt:
+        kernels.cuda = take(cuda_library.NAME, store.cuda)
+    if kernels.cuda:
+        check(kernels.cuda)
     return kernels
+
+
+def check(library: Path) -> None:
+    """Compare CUDA kernels with their operators on random inputs: on the GPU; where there is none, built for the host.
+
+    Raises:
+        UserError: they differ; with the shape.
+    """
+    with tempfile.TemporaryDirectory(prefix="unicache-kernels-") as temporary:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu":
+            library = Path(temporary, host_library.NAME)
+            host_library.build(library)
+        kernels = ctypes.CDLL(str(library.resolve()))
+        check_topk_gather(kernels, CASES, 0, device, tokens=1000)
+        check_attention(kernels, CASES, 0, device, slots=200)

@@ -40,7 +40,7 @@ def test_every_operator_of_the_demo_bundle_is_a_plugin_layer(
     for name, one in built.items():
         nodes = onnx.load(files[name], load_external_data=False).graph.node
         asked = Counter(node.op_type for node in nodes if node.domain == "unicache")
-        assert one.plugins == asked
+        assert one.plan.plugins == asked
         assert one.layers.count("PLUGIN_V3") == asked.total()
         assert [layer.kind for layer in one.fused].count("custom_layer") == asked.total()
         total += asked

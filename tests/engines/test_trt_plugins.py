@@ -100,7 +100,7 @@ def test_topk_gather_becomes_plugin_layers(plugin_library: Path, tmp_path: Path)
     before = {name: path.read_bytes() for name, path in graphs.items()}
     built = build(graphs, tmp_path / "plans", plugin_library)  # one process: the library is loaded once
     for name, one in built.items():
-        assert one.plugins == {"TopKGather": 2}
+        assert one.plan.plugins == {"TopKGather": 2}
         assert one.layers.count("PLUGIN_V3") == plugin_layers(one) == 2
         assert "TOPK" not in one.layers
         assert graphs[name].read_bytes() == before[name]
@@ -119,7 +119,7 @@ ATTENTION = {
 def test_quant_kv_attention_becomes_plugin_layers(plugin_library: Path, tmp_path: Path) -> None:
     graphs = {name: exported(Attending(*each), tmp_path, name) for name, each in ATTENTION.items()}
     for one in build(graphs, tmp_path / "plans", plugin_library).values():
-        assert one.plugins == {"QuantKVAttention": 2}
+        assert one.plan.plugins == {"QuantKVAttention": 2}
         assert one.layers.count("PLUGIN_V3") == plugin_layers(one) == 2
         assert "SOFTMAX" not in one.layers
 
@@ -127,7 +127,7 @@ def test_quant_kv_attention_becomes_plugin_layers(plugin_library: Path, tmp_path
 @slow
 def test_without_a_library_the_bodies_are_built(tmp_path: Path) -> None:
     built = build({"one": exported(Selecting("float16"), tmp_path, "one")}, tmp_path / "plans", None)["one"]
-    assert (built.plugins, plugin_layers(built)) == ({}, 0)
+    assert (built.plan.plugins, plugin_layers(built)) == ({}, 0)
     assert "TOPK" in built.layers
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines.errors import UserError
-from engines.plugins import cpu_library, store
+from engines.plugins import cpu_library, cuda_library, host_library, store
 from export import build, kernels
 from tests.export.conftest import RECIPE
+
+SMALL = ["--recipe", str(RECIPE), "--images", "1", "--text-tokens", "8", "--jobs", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +24,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "bundle"
 
 
-def compile_quickly(out: Path) -> list[str]:
-    out.write_bytes(b"native code")
-    return ["plain"]
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers that write a few bytes; what the CUDA kernels compute is compared all the same."""
+
+    def cpu(out: Path) -> list[str]:
+        out.write_bytes(b"cpu")
+        return ["plain"]
+
+    monkeypatch.setattr(cpu_library, "build", cpu)
+    monkeypatch.setattr(cuda_library, "build", lambda out, architectures: out.write_bytes(b"cuda"))
 
 
 def refuse(*_: Any) -> Any:
@@ -31,27 +41,54 @@ def refuse(*_: Any) -> Any:
 
 
 def test_never_ships_nothing(folder: Path) -> None:
-    assert kernels.prepare(folder, "never") == kernels.Kernels()
+    assert kernels.prepare(folder, "never", tensorrt=True) == kernels.Kernels()
     assert [*folder.iterdir()] == []
 
 
-def test_a_library_lies_in_the_bundle_and_is_described(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_library, "build", compile_quickly)
-    made = kernels.prepare(folder, "auto")
+@pytest.mark.parametrize("tensorrt", [False, True])
+def test_libraries_lie_in_the_bundle_and_are_described(folder: Path, quick: None, tensorrt: bool) -> None:
+    made = kernels.prepare(folder, "auto", tensorrt)
+    files = [cpu_library.NAME, cuda_library.NAME][: 1 + tensorrt]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(files)
+    assert [library.file for library in made.libraries] == files
+    assert made.libraries[-1].architectures == ([*cuda_library.ARCHITECTURES] if tensorrt else ["plain"])
     assert made.cpu == folder / cpu_library.NAME
-    assert made.cpu.read_bytes() == b"native code"
-    assert [(library.file, library.architectures) for library in made.libraries] == [(cpu_library.NAME, ["plain"])]
+    assert made.cuda == (folder / cuda_library.NAME if tensorrt else None)
     assert made.missing == []
 
 
-def test_without_a_compiler_the_bundle_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_library, "build", refuse)
-    made = kernels.prepare(folder, "auto")
-    assert made == kernels.Kernels(missing=[f"{cpu_library.NAME}: no compiler: install one"])
+@pytest.mark.parametrize(("module", "tensorrt"), [(cpu_library, False), (cuda_library, True)])
+def test_without_a_compiler_the_bundle_says_so(
+    folder: Path, quick: None, monkeypatch: pytest.MonkeyPatch, module: Any, tensorrt: bool
+) -> None:
+    monkeypatch.setattr(module, "build", refuse)
+    made = kernels.prepare(folder, "auto", tensorrt)
+    assert made.missing == [f"{module.NAME}: no compiler: install one"]
+    assert not (folder / module.NAME).exists()
     with pytest.raises(UserError, match="no compiler"):
-        kernels.prepare(folder, "always")
+        kernels.prepare(folder, "always", tensorrt)
 
 
+@pytest.mark.parametrize("fault", ["TIE_SHIFT", "END_SHIFT"])
+def test_a_cuda_kernel_with_an_error_by_one_blocks_the_bundle(
+    tmp_path: Path,
+    tiny_path: Path,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install tensorrt-rtx-cu13")
+    monkeypatch.setattr(host_library, "build", partial(host_library.build, defines=[f"{fault}=1"]))
+    out = tmp_path / "built" / "bundle"
+    assert build.main([str(tiny_path), "--out", str(out), *SMALL, "--backend", "trt-rtx"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"the kernel of {'TopKGather' if fault == 'TIE_SHIFT' else 'QuantKVAttention'} is wrong" in error
+    assert [*out.parent.iterdir()] == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "operator"),
     [
@@ -76,11 +113,10 @@ def test_a_kernel_with_an_error_by_one_blocks_the_bundle(
     assert source.read_text().count(right) == 1
     source.write_text(source.read_text().replace(right, wrong))
     out = tmp_path / "built" / "bundle"
-    small = ["--recipe", str(RECIPE), "--images", "1", "--text-tokens", "8", "--jobs", "1"]
-    assert build.main([str(tiny_path), "--out", str(out), *small, "--kernels", "always"]) == 2
+    assert build.main([str(tiny_path), "--out", str(out), *SMALL, "--kernels", "always"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"{operator}" in error
     assert f"with the kernels of {cpu_library.NAME}" in error
     assert [*out.parent.iterdir()] == []
-    assert build.main([str(tiny_path), "--out", str(out), *small, "--kernels", "never"]) == 0
+    assert build.main([str(tiny_path), "--out", str(out), *SMALL, "--kernels", "never"]) == 0
