@@ -13,10 +13,16 @@ struct Numbers {
     const void* at;
     bool half;
 
-    __device__ float operator[](unsigned i) const {
-        return half ? half_to_float(__ldg(static_cast<const unsigned short*>(at) + i))
-                    : __ldg(static_cast<const float*>(at) + i);
+    // As it lies in memory. Loads go first and conversions, which wait for them, after all of them.
+    __device__ unsigned bits(unsigned i) const {
+        const char* from = static_cast<const char*>(at) + (static_cast<size_t>(i) << (half ? 1 : 2));
+        if (half) return __ldg(reinterpret_cast<const unsigned short*>(from));
+        return __ldg(reinterpret_cast<const unsigned*>(from));
     }
+    __device__ float number(unsigned bits) const {
+        return half ? half_to_float(static_cast<unsigned short>(bits)) : __uint_as_float(bits);
+    }
+    __device__ float operator[](unsigned i) const { return number(bits(i)); }
     __device__ Numbers from(int64_t i) const { return {static_cast<const char*>(at) + i * (half ? 2 : 4), half}; }
     __device__ void set(int64_t i, float x) const {
         if (half) static_cast<unsigned short*>(const_cast<void*>(at))[i] = float_to_half(x);
@@ -63,12 +69,11 @@ struct Chunk {
                 word[b / 4] |= x << 8 * (b % 4);
             }
         } else if constexpr (BITS == 4) {
-            const uint2 x = first < row_bytes ? __ldg(reinterpret_cast<const uint2*>(row + first)) : uint2{};
+            const uint2 x = __ldg(reinterpret_cast<const uint2*>(row + first));
             word[0] = x.x, word[1] = x.y;
         } else {
             SIMT_FOR(i, WORDS / 4) {
-                const uint4* from = reinterpret_cast<const uint4*>(row + first) + i;
-                const uint4 x = first < row_bytes ? __ldg(from) : uint4{};
+                const uint4 x = __ldg(reinterpret_cast<const uint4*>(row + first) + i);
                 word[4 * i] = x.x, word[4 * i + 1] = x.y, word[4 * i + 2] = x.z, word[4 * i + 3] = x.w;
             }
         }
@@ -78,18 +83,18 @@ struct Chunk {
         SIMT_FOR(i, CHANNELS) {
             if constexpr (BITS == 32) x[i] = __uint_as_float(word[i]);
             else if constexpr (BITS == 16) x[i] = half_to_float(word[i / 2] >> 16 * (i % 2) & 0xffff);
-            else if constexpr (BITS == 8) x[i] = whole(word[i / 4] ^ 0x80808080u, i % 4) - 128;
+            else if constexpr (BITS == 8) x[i] = code(word[i / 4] ^ 0x80808080u, i % 4, 128);
             else {
                 const unsigned both = word[i / 4 % 2] ^ 0x80808080u, half = i < CHANNELS / 2 ? both : both >> 4;
-                x[i] = whole(half & 0x0f0f0f0fu, i % 4) - 8;
+                x[i] = code(half & 0x0f0f0f0fu, i % 4, 8);
             }
         }
     }
 
 private:
-    // Byte `b` as a float: in the last bits of 2^23 it counts in ones. Twice as fast as the conversion instruction.
-    static __device__ __forceinline__ float whole(unsigned bytes, unsigned b) {
-        return __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440u + b)) - 8388608.f;
+    // Byte `b` less `zero`, as a float: as the last bits of 2^23 it counts in ones. Faster than to convert integers.
+    static __device__ __forceinline__ float code(unsigned bytes, unsigned b, float zero) {
+        return __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440u + b)) - (8388608.f + zero);
     }
 };
 
@@ -101,16 +106,16 @@ struct Divisor {
     __device__ unsigned operator()(unsigned x) const { return static_cast<unsigned>(x * reciprocal >> 40); }
 };
 
-// The scales of keys or values, and how they are applied. One block of tokens (static, per channel): to the query, or
-// to the output. One block of channels (per token): to the logit, or to the weight. Otherwise to each number.
+// The scales of keys or values. Those of one block of tokens (static, per channel) are a factor of the queries, or of the
+// output; those of one block of channels (per token) a factor of the logit, or of the weight.
 struct Scales {
     Numbers number;
     bool shared;  // by the batch
     unsigned heads, token_blocks, channel_blocks;
     Divisor tokens, channels;  // that share a scale
-    bool eights;  // channels 0..7 of a lane have one scale, and channels 8..15
+    bool halves;               // channels 0..7 of a lane have one scale, and channels 8..15: two weights
 
-    __device__ bool folded() const { return token_blocks == 1; }
+    __device__ __host__ bool folded() const { return token_blocks == 1; }
     __device__ bool per_token() const { return token_blocks > 1 && channel_blocks == 1; }
     __device__ unsigned index(unsigned block, unsigned channel) const { return block * channel_blocks + channels(channel); }
     __device__ Numbers of(unsigned head) const {
