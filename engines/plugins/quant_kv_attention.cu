@@ -1,12 +1,12 @@
 // Kernel of the operator unicache::QuantKVAttention: a few queries over a quantized store and a full-precision window.
 //
-// What it computes is stated by `quant_kv_attention` in export/operators.py. To decode is to read the store once, so the
-// work is cut along the tokens (split-K): a block reads one stretch of the store, or of the window, for up to ROWS rows
-// (the queries of all query heads of a KV head), and leaves its largest logit, sum of weights and weighted values; a
-// second kernel combines the stretches. More rows than ROWS are further blocks, next to it, that find the stretch in L2.
+// What it computes is stated by `quant_kv_attention` in export/operators.py. To decode is to read the store once, so
+// the work is cut along the tokens (split-K): a block reads one stretch of the store, or of the window, for up to ROWS
+// rows (the queries of all query heads of a KV head), and leaves its largest logit, sum of weights and weighted values;
+// a second kernel combines the stretches. Further rows are further blocks, next to it, that find the stretch in L2.
 //
-// Nothing is staged in shared memory: a lane loads 16 channels of a token and keeps those channels of the queries and of
-// the sums in registers; so many `lanes` as a row has chunks, to a power of two, share a token, and the other groups of
+// Codes are not staged in shared memory: a lane loads 16 channels of a token and keeps those channels of the queries and
+// of the sums in registers; so many `lanes` as a row has chunks, to a power of two, share a token, and other groups of
 // the warp have the next tokens. Each group of lanes has a softmax of its own, merged at the end of the stretch.
 #include "quant_kv_plan.cuh"
 #include "quant_kv_rows.cuh"
@@ -63,7 +63,8 @@ __device__ __forceinline__ void attend(const Plan& plan, const float (&queries)[
     const Numbers bias = all_bias.from(STORE ? tokens_before : static_cast<int64_t>(in_batch) * asked * count);
     float* logits = nullptr;
     if (plan.logits)
-        logits = plan.logits + (static_cast<int64_t>(head) * plan.rows + row0) * (a.slots + a.window) + (STORE ? 0 : a.slots);
+        logits = plan.logits + (STORE ? 0 : a.slots) +
+                 (static_cast<int64_t>(head) * plan.rows + row0) * (a.slots + a.window);
 
     const Numbers key_scale = plan.key.of(head), value_scale = plan.value.of(head);
     const bool scaled_logits = STORE && plan.key.per_token(), scaled_queries = STORE && !scaled_logits;
@@ -145,7 +146,8 @@ __device__ __forceinline__ void attend(const Plan& plan, const float (&queries)[
         if (first + step < end) load_keys(first + step);  // keys travel while values are worked on, and the reverse
         if (logits && chunk == 0)
             SIMT_FOR(r, ROWS) SIMT_FOR(t, TOKENS)
-                if (live[t] && row0 + r < plan.rows) logits[r * (a.slots + a.window) + token_of(first, t)] = logit[r][t];
+                if (live[t] && row0 + r < plan.rows)
+                    logits[r * (a.slots + a.window) + token_of(first, t)] = logit[r][t];
         if (__any_sync(ALL_LANES, grows)) {
             SIMT_FOR(r, ROWS) {
                 float top = state.top[r];

@@ -7,9 +7,9 @@ namespace {
 constexpr unsigned WARP = 32, WARPS = 4, THREADS = WARP * WARPS;                // of a block that attends
 constexpr unsigned COMBINE_WARPS = 8, COMBINE_THREADS = WARP * COMBINE_WARPS;  // of a block that combines
 constexpr unsigned MOST_DIM = 256, MOST_ROWS = 4;                              // channels of a row, rows of a block
-// Blocks have stretches of tokens: short enough that the device has some for every multiprocessor, and never longer than
-// LONGEST, so that the last ones to finish are not far behind; a multiple of GRAIN, and no more blocks than MOST_BLOCKS,
-// as what each leaves behind is read again.
+// Blocks have stretches of tokens: short enough that the device has some for every multiprocessor, and not longer than
+// LONGEST, so that the last ones to finish are not far behind; a multiple of GRAIN, and not many more blocks than
+// MOST_BLOCKS, as what each leaves behind is read again.
 constexpr unsigned GRAIN = 16 * WARPS, LONGEST = 512, MOST_BLOCKS = 1024, BLOCKS_PER_MULTIPROCESSOR = 4;
 
 struct Plan {

@@ -42,9 +42,9 @@ __device__ __forceinline__ unsigned channel_of(unsigned bits, unsigned chunk, un
     return byte < bytes && channel < head_dim ? channel : head_dim;
 }
 
-// A chunk of 16 numbers, of codes (8 or 4 bits), float16 or float32. Loads are of 16 bytes; 4-bit codes load 8: 16 bytes
-// of them are 32 channels, whose queries and sums, for four rows, do not fit into registers, and to hand halves round by
-// shuffles costs more instructions than the second load. Either way a warp reads whole lines, one after the other.
+// A chunk of 16 numbers, of codes (8 or 4 bits), float16 or float32. Loads are of 16 bytes; of 4-bit codes they are of
+// 8: 16 bytes are 32 channels, whose queries and sums, for four rows, do not fit into registers, and to hand halves
+// round by shuffles costs more instructions than a second load. Either way a warp reads whole lines, one after another.
 template <unsigned BITS>
 struct Chunk {
     static constexpr unsigned WORDS = CHANNELS * BITS / 32, BYTES = 4 * WORDS;
@@ -106,8 +106,8 @@ struct Divisor {
     __device__ unsigned operator()(unsigned x) const { return static_cast<unsigned>(x * reciprocal >> 40); }
 };
 
-// The scales of keys or values. Those of one block of tokens (static, per channel) are a factor of the queries, or of the
-// output; those of one block of channels (per token) a factor of the logit, or of the weight.
+// The scales of keys or values. Those of one block of tokens (static, per channel) are a factor of the queries, or of
+// the output; those of one block of channels (per token) a factor of the logit, or of the weight.
 struct Scales {
     Numbers number;
     bool shared;  // by the batch
@@ -117,7 +117,9 @@ struct Scales {
 
     __device__ __host__ bool folded() const { return token_blocks == 1; }
     __device__ bool per_token() const { return token_blocks > 1 && channel_blocks == 1; }
-    __device__ unsigned index(unsigned block, unsigned channel) const { return block * channel_blocks + channels(channel); }
+    __device__ unsigned index(unsigned block, unsigned channel) const {
+        return block * channel_blocks + channels(channel);
+    }
     __device__ Numbers of(unsigned head) const {
         return number.from(static_cast<int64_t>(shared ? head % heads : head) * token_blocks * channel_blocks);
     }
