@@ -49,6 +49,7 @@ from engines import ort, trt, trt_plugins
 from engines.bundle import Bundle
 from engines.errors import Parser, UserError, command, one_line, positive
 from engines.plugins import cuda_library, host_library
+from engines.plugins.roofline import Device
 from engines.trt_worker import gpu, make_logger
 from export.kernel_check import AttentionCase, check_attention, check_topk_gather
 from gpu_timing import Timing
@@ -60,6 +61,7 @@ SEEDS = 3
 SLOTS = (1024, 4096, 16384, 65536)
 LONG = {"cuda": 8_000, "cpu": 300}  # slots of the longest attention that is checked
 MANY = {"cuda": 131_072, "cpu": 5_000}  # tokens of the longest selection
+WINDOW = 128  # as in ROOFLINE.md
 TOOLS = ("memcheck", "racecheck")
 SANITIZED_CASES, SANITIZER_SECONDS, FOUND = 6, 1800, 9  # FOUND: its exit code where it found something
 QUESTION = "what is the number in row 1 column 1 ?"
@@ -92,7 +94,7 @@ class Check:
     library: ctypes.CDLL | None = None
     parts: list[Part] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
-    bandwidth: float | None = None
+    gpu: Device | None = None
 
     def part(self, name: str, run: Callable[[], str]) -> None:
         try:
@@ -155,16 +157,17 @@ class Check:
         arguments = self.arguments
         like = AttentionCase(
             slots=0,
+            window=WINDOW,
             kv_heads=arguments.kv_heads,
             group=arguments.heads // arguments.kv_heads,
             head_dim=arguments.head_dim,
         )
-        self.bandwidth = gpu_timing.copy_bandwidth(gpu_timing.RUNS, self.device)
-        same = (like, self.bandwidth, gpu_timing.RUNS, self.device)
+        self.gpu = gpu_timing.this_gpu(gpu_timing.RUNS)
+        bench = gpu_timing.Bench(self.device, self.gpu)
         for slots in arguments.slots:
-            self.timings += [gpu_timing.attention(library, slots, bits, *same) for bits in (8, 4)]
-            self.timings.append(gpu_timing.topk_gather(library, slots, *same))
-        return f"a copy moves {self.bandwidth / 1e9:,.0f} GB/s"
+            self.timings += [gpu_timing.attention(library, slots, bits, like, bench) for bits in (8, 4)]
+            self.timings.append(gpu_timing.topk_gather(library, slots, like, bench))
+        return f"a copy moves {self.gpu.bandwidth / 1e9:,.0f} GB/s"
 
     def sanitize(self, tool: str) -> str:
         self.kernels()
@@ -287,16 +290,18 @@ def report(console: Console, check: Check) -> None:
         table.add_row(part.name, f"[{STYLES[part.state]}]{part.state}", escape(part.detail))
     console.print(table)
     if check.timings:
-        table = Table(
-            "kernel", "bits", "tokens", "µs", "times PyTorch's", "of a copy's speed", "predicted µs", box=box.MARKDOWN
-        )
+        table = Table("kernel", "bits", "tokens", "µs", "/ roofline", "of a copy", "PyTorch / ours", box=box.MARKDOWN)
         for row in check.timings:
             table.add_row(
                 *(row.kernel, str(row.bits), f"{row.tokens:,}", f"{1e6 * row.seconds:,.1f}"),
-                *(f"{row.peer_seconds / row.seconds:.1f}", f"{row.of_copy:.0%}", f"{1e6 * row.predicted:,.1f}"),
+                *(f"{row.seconds / row.predicted:.2f}", f"{row.of_copy:.0%}"),
+                f"{row.peer_seconds / row.seconds:.1f}",
             )
         console.print(table)
-        console.print("times PyTorch's: how many times faster than SDPA in float16, or than topk, sort and gather")
+        console.print(
+            "/ roofline: over the floor of engines/plugins/roofline.py at a copy's bandwidth. of a copy: share of that "
+            "bandwidth. PyTorch: SDPA in float16; topk, sort and gather."
+        )
 
 
 def _numbers(text: str) -> list[int]:
@@ -349,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": machine(check.device),
         "seed": arguments.seed,
         "parts": [dataclasses.asdict(part) for part in check.parts],
-        "copy_bandwidth": check.bandwidth,
+        "gpu": check.gpu and dataclasses.asdict(check.gpu),
         "timings": [dataclasses.asdict(row) for row in check.timings],
     }
     write(arguments.out, json.dumps(values, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""How long the kernels take on a GPU, beside PyTorch and beside the measured bandwidth of its memory.
+"""How long the kernels take on a GPU: beside PyTorch, the bandwidth of a copy, and what the roofline predicts.
 
 A kernel's calls, each on a copy of its data that the GPU's cache does not hold, are captured in a CUDA graph, so that
 launching them costs nothing; events before and after the graph give the time. On "cpu", where tests let the build for
@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engines.errors import UserError
+from engines.plugins import roofline
+from engines.plugins.roofline import Device
 from export.kernel_check import ALL, AttentionCall, AttentionCase, TopKCall, attention_inputs
 
 RUNS = 20
 COLD = 4  # times the GPU's cache: what the copies of a call's data have together
 COPIED = 1 << 28  # bytes that are copied to measure the bandwidth
-GROUP = 32  # tokens of a key's scale and channels of a value's, of 4 bits; as the recipe `int4`
 KEPT = 4  # TopKGather keeps one of so many tokens
 
 Call = Callable[[], object]
@@ -35,7 +37,7 @@ class Timing:
         moved: bytes that a call has to read and write.
         seconds, peer_seconds: of ours, and of PyTorch's way.
         of_copy: share of the bandwidth of a copy that it reaches.
-        predicted: seconds to move as many bytes at the bandwidth of a copy.
+        predicted: the floor that engines/plugins/roofline.py gives at the bandwidth of a copy.
     """
 
     kernel: str
@@ -46,6 +48,21 @@ class Timing:
     peer_seconds: float
     of_copy: float
     predicted: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where it is timed: on `device`, "cuda" or "cpu", which is the GPU of the roofline."""
+
+    device: str
+    gpu: Device
+    runs: int = RUNS
+
+    def timing(
+        self, kernel: str, bits: int, tokens: int, moved: int, floor: float, ways: Sequence[Sequence[Call]]
+    ) -> Timing:
+        ours, theirs = measure(ways, self.runs, self.device)
+        return Timing(kernel, bits, tokens, moved, ours, theirs, moved / ours / self.gpu.bandwidth, floor)
 
 
 def measure(ways: Sequence[Sequence[Call]], runs: int, device: str) -> list[float]:
@@ -98,21 +115,24 @@ def copy_bandwidth(runs: int, device: str, size: int = COPIED) -> float:
     return 2 * size / measure([[lambda: target.copy_(source)]], runs, device)[0]
 
 
-def timing(kernel: str, bits: int, tokens: int, moved: int, seconds: Sequence[float], bandwidth: float) -> Timing:
-    ours, peer = seconds
-    return Timing(kernel, bits, tokens, moved, ours, peer, moved / ours / bandwidth, moved / bandwidth)
+def this_gpu(runs: int) -> Device:
+    """The GPU at hand as the roofline takes it, with the bandwidth that a copy reaches."""
+    properties = torch.cuda.get_device_properties(0)
+    kilohertz, clock_rate = ctypes.c_int(), 13  # CU_DEVICE_ATTRIBUTE_CLOCK_RATE: the highest
+    if error := ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(kilohertz), clock_rate, 0):
+        raise UserError(f"the driver does not tell the GPU's clock: CUDA error {error}")
+    cores, bandwidth = properties.multi_processor_count, copy_bandwidth(runs, "cuda")
+    return Device(properties.name, bandwidth, cores, 1e3 * kilohertz.value, "measured")
 
 
-def attention(
-    library: ctypes.CDLL, slots: int, bits: int, like: AttentionCase, bandwidth: float, runs: int, device: str
-) -> Timing:
-    """QuantKVAttention with the scales of the recipe int8 or int4, beside SDPA over as many tokens in float16.
+def attention(library: ctypes.CDLL, slots: int, bits: int, like: AttentionCase, bench: Bench) -> Timing:
+    """QuantKVAttention, keys with a scale a channel and values one a token, beside SDPA over as many float16 tokens.
 
     Args:
         like: the heads, head_dim and window.
     """
-    each = ((ALL, 1), (1, ALL)) if bits == 8 else ((GROUP, 1), (1, GROUP))
-    case = replace(like, slots=slots, bits=(bits, bits), key_each=each[0], value_each=each[1])
+    device = bench.device
+    case = replace(like, slots=slots, bits=(bits, bits), key_each=(ALL, 1), value_each=(1, ALL))
     inputs = attention_inputs(case, torch.Generator().manual_seed(0))
     call = AttentionCall(library, case, [x.to(device) for x in inputs])
     moved = sum(x.nbytes for x in (*call.inputs, *call.guarded))
@@ -128,14 +148,14 @@ def attention(
     def sdpa(key: torch.Tensor, value: torch.Tensor) -> Call:
         return lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
-    seconds = measure([ours, [sdpa(*cache) for cache in caches]], runs, device)
-    return timing("QuantKVAttention", bits, slots, moved, seconds, bandwidth)
+    sizes = (case.window, case.batch, case.kv_heads, case.group, case.queries, case.head_dim)
+    floor = roofline.attention(slots, bits, *sizes).floor(bench.gpu)
+    return bench.timing("QuantKVAttention", bits, slots, moved, floor, [ours, [sdpa(*cache) for cache in caches]])
 
 
-def topk_gather(
-    library: ctypes.CDLL, tokens: int, like: AttentionCase, bandwidth: float, runs: int, device: str
-) -> Timing:
+def topk_gather(library: ctypes.CDLL, tokens: int, like: AttentionCase, bench: Bench) -> Timing:
     """TopKGather of float16 rows, beside torch.topk, a sort of the indices and gathers."""
+    device = bench.device
     shape, k = (like.batch, like.kv_heads, tokens), max(1, tokens // KEPT)
     generator = torch.Generator().manual_seed(0)
     score = torch.randn(shape, generator=generator)
@@ -144,8 +164,10 @@ def topk_gather(
     call = TopKCall(library, score.to(device), [x.to(device) for x in tensors], k)
     written = sum(x.nbytes for x in call.guarded)
     moved = score.nbytes + 2 * written  # rows that are kept are read and written
-    count = copies(moved, device)
-    ours = [call] + [TopKCall(library, call.score, [x.clone() for x in call.tensors], k) for _ in range(count)]
+    ours = [call] + [
+        TopKCall(library, call.score.clone(), [x.clone() for x in call.tensors], k)
+        for _ in range(copies(moved, device))
+    ]
 
     def theirs(one: TopKCall) -> Call:
         def call() -> None:
@@ -156,5 +178,6 @@ def topk_gather(
 
         return call
 
-    seconds = measure([ours, [theirs(one) for one in ours]], runs, device)
-    return timing("TopKGather", 16, tokens, moved, seconds, bandwidth)
+    work = roofline.topk_gather(tokens, k, like.batch, like.kv_heads, rows[0].itemsize * like.head_dim)
+    floor = work.floor(bench.gpu) + roofline.select_latency(tokens, bench.gpu)  # one kernel after the other
+    return bench.timing("TopKGather", 16, tokens, moved, floor, [ours, [theirs(one) for one in ours]])
