@@ -22,7 +22,7 @@ from torch import Tensor
 from engines import bundle
 from engines.bundle import TensorSpec
 from export.graphs import Graph
-from export.operators import DOMAIN, functions, translations
+from export.operators import DOMAIN, OPERATORS, functions, translations
 
 OPSET = 20
 PAGE = 4096  # weights are aligned to pages, so that they can be memory-mapped
@@ -119,13 +119,20 @@ def export(graph: Graph, name: str, weights: WeightFile) -> bundle.Graph:
 
 
 def _tidy(model: ir.Model) -> None:
-    """Fold constants, merge equal nodes, drop unused ones and the exporter's notes of where each node came from."""
+    """Fold constants, merge equal nodes, drop unused ones and the exporter's notes of where each node came from.
+
+    Where nobody reads the attention that slots receive, `masses = 0` tells a kernel to leave it out. The outputs stay:
+    TensorRT takes no function with fewer, and ONNX Runtime none with fewer at the end.
+    """
     fold_constants(model)
     passes = ir.passes.Sequential(common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass())
     passes(model)
     for node in model.graph:
         node.metadata_props.clear()
         node.doc_string = None
+        masses = node.outputs[1:] if node.op_type == OPERATORS["quant_kv_attention"].name else ()
+        if masses and not any(mass.uses() or mass.is_graph_output() for mass in masses):
+            node.attributes["masses"] = ir.AttrInt64("masses", 0)
 
 
 def _spec(value: ir.Value) -> TensorSpec:

@@ -70,9 +70,14 @@ def operators_run(model: bytes | str, library: Path | None, folder: Path) -> int
 
 
 def attention(
-    x: Arrays, library: Path | None, bits: tuple[int, int] = (8, 8), outputs: list[str] | None = None, threads: int = 1
+    x: Arrays,
+    library: Path | None,
+    bits: tuple[int, int] = (8, 8),
+    outputs: list[str] | None = None,
+    threads: int = 1,
+    **attributes: int,
 ) -> list[np.ndarray]:
-    attributes = {"scale": SCALE, "key_bits": bits[0], "value_bits": bits[1]}
+    attributes |= {"scale": SCALE, "key_bits": bits[0], "value_bits": bits[1]}  # type: ignore[dict-item]
     model = model_of(ATTENTION[bits], x, outputs or ATTENTION_OUTPUTS, **attributes)
     return session(model.SerializeToString(), library, threads).run(None, x)
 
@@ -133,6 +138,26 @@ def test_a_mass_that_the_graph_leaves_out(operator_library: Path, outputs: list[
     want = [w for w, name in zip(exact(x, SCALE), outputs, strict=False) if name]
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_masses_that_nobody_reads(operator_library: Path, kernel: bool) -> None:
+    """With `masses = 0` the outputs are there, as a function body wants them, and a kernel leaves them as they were."""
+    x = example()
+    library = operator_library if kernel else None
+    output, *_ = attention(x, library, masses=0)
+    np.testing.assert_allclose(output, exact(x, SCALE)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_the_exporter_tells_where_nobody_reads_masses(checkpoint: Checkpoint, tmp_path: Path) -> None:  # noqa: F811
+    told = {}
+    for importance in ("keydiff", "h2o"):
+        (graph,) = (each for each in graphs(checkpoint, "importance", {"method": importance}) if each.kind == "decode")
+        with WeightFile(tmp_path) as weights:
+            file = tmp_path / export(graph.eval(), importance, weights).file
+        nodes = [node for node in onnx.load(file, load_external_data=False).graph.node if node.domain == DOMAIN]
+        told[importance] = {tuple(a.i for a in node.attribute if a.name == "masses") for node in nodes}
+    assert told == {"keydiff": {(0,)}, "h2o": {()}}
 
 
 def test_the_node_stays_where_the_library_is(operator_library: Path, tmp_path: Path) -> None:

@@ -170,6 +170,13 @@ def test_quant_kv_attention_complains(plugins: Plugins, changed: dict[str, Any],
     assert got == f"QuantKVAttention: {complaint}"
 
 
+def test_masses_that_nobody_reads_are_not_computed(plugins: Plugins) -> None:
+    x = attention_inputs(np.random.default_rng(0), 1, 2, 2, 1, 30, 7, 20, filled=1)
+    output, *masses = plugins.run("QuantKVAttention", attributes_of() | {"masses": np.int32(0)}, [*x.values()], 3)
+    np.testing.assert_allclose(output, exact(x, 0.125)[0], rtol=0, atol=4e-5)
+    assert all(np.isnan(mass).all() for mass in masses)
+
+
 def test_the_plugin_takes_every_head_dim_that_the_kernel_takes(plugins: Plugins) -> None:
     def workspace(head_dim: int) -> int:
         store = Store(scale_type=FLOAT32, bits=8, scale_batch=1, token_blocks=1, channel_blocks=1)

@@ -125,7 +125,7 @@ public:
 
 class QuantKVAttention {
     float scale;
-    int64_t bits[2];
+    int64_t bits[2], masses = 1;  // masses 0: no node reads them, and they are not computed
 
     UnicacheStore store(const Run& run, const Tensor& codes, const Tensor& scale, int64_t bits, const Shape& rows) const {
         const int64_t head_dim = rows[3], bytes = bits == 8 ? head_dim : (head_dim + 1) / 2;
@@ -145,6 +145,7 @@ public:
         check(ort::attribute(api, info, "scale", &scale));
         check(ort::attribute(api, info, "key_bits", &bits[0]));
         check(ort::attribute(api, info, "value_bits", &bits[1]));
+        if (ort::Status* missing = ort::attribute(api, info, "masses", &masses)) ort::release(api, missing);
         for (int64_t each : bits)
             if (each != 8 && each != 4)
                 throw Refused{std::string(NAME) + ": bits must be 8 or 4, got " + std::to_string(each)};
@@ -182,8 +183,9 @@ public:
         arguments.store_bias = store_bias.data, arguments.window_bias = window_bias.data;
         arguments.key_window = key_window.data, arguments.value_window = value_window.data;
         arguments.output = run.output(0, query.shape);
-        arguments.store_mass = run.output(1, store_bias.shape);
-        arguments.window_mass = run.output(2, {batch, kv_heads, window});
+        void* const store_mass = run.output(1, store_bias.shape);
+        void* const window_mass = run.output(2, {batch, kv_heads, window});
+        if (masses) arguments.store_mass = store_mass, arguments.window_mass = window_mass;
         run.done(unicache_cpu_quant_kv_attention(&arguments, nullptr, &run.threads));
     }
 };

@@ -68,6 +68,7 @@ inline Status* input(Table api, const KernelContext* context, size_t index, cons
 inline Status* output(Table api, KernelContext* context, size_t index, const int64_t* shape, size_t rank, Value** out) {
     return call<91, Status*>(api, context, index, shape, rank, out);
 }
+inline void release(Table api, Status* status) { call<93, void>(api, status); }
 inline void release(Table api, TensorInfo* info) { call<99, void>(api, info); }
 // Batches 0: the threads of the session fetch one task after the other.
 inline Status* parallel_for(Table api, const KernelContext* context, void (*task)(void* data, size_t index),

@@ -99,7 +99,8 @@ std::string read(const PluginFieldCollection& fields, const std::vector<Attribut
             else
                 return text("attribute %s is no number of a known type", attribute.name);
         }
-        if (!found) return text("attribute %s is missing", attribute.name);
+        if (!found && attribute.required) return text("attribute %s is missing", attribute.name);
+        if (!found) continue;
         if (attribute.type == PluginFieldType::kFLOAT32)
             *static_cast<float*>(attribute.value) = static_cast<float>(number);
         else

@@ -35,12 +35,15 @@ struct Tensor {
 };
 
 // An attribute of the ONNX node: a field that TensorRT reads from the node, stores in the plan, and gives back.
+// One that is not required keeps its value where the node has none.
 struct Attribute {
-    Attribute(const char* name, int32_t& value) : name(name), type(PluginFieldType::kINT32), value(&value) {}
+    Attribute(const char* name, int32_t& value, bool required = true)
+        : name(name), type(PluginFieldType::kINT32), value(&value), required(required) {}
     Attribute(const char* name, float& value) : name(name), type(PluginFieldType::kFLOAT32), value(&value) {}
     const char* name;
     PluginFieldType type;
     void* value;
+    bool required = true;
 };
 
 // printf into a string.

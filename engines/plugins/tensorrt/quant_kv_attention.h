@@ -31,9 +31,10 @@ struct QuantKVAttention {
 
     float scale = 0;
     int32_t key_bits = 0, value_bits = 0;
+    int32_t masses = 1;  // 0: no node reads them, and they are not computed
 
     std::vector<Attribute> attributes() {
-        return {{"scale", scale}, {"key_bits", key_bits}, {"value_bits", value_bits}};
+        return {{"scale", scale}, {"key_bits", key_bits}, {"value_bits", value_bits}, {"masses", masses, false}};
     }
 
     std::string wrong(const Dims* input) const {
@@ -61,7 +62,8 @@ struct QuantKVAttention {
         a.key.codes = static_cast<const int8_t*>(inputs[1]), a.key.scale = inputs[2];
         a.value.codes = static_cast<const int8_t*>(inputs[3]), a.value.scale = inputs[4];
         a.store_bias = inputs[5], a.key_window = inputs[6], a.value_window = inputs[7], a.window_bias = inputs[8];
-        a.output = outputs[0], a.store_mass = outputs[1], a.window_mass = outputs[2];
+        a.output = outputs[0];
+        if (masses) a.store_mass = outputs[1], a.window_mass = outputs[2];
         return unicache_quant_kv_attention(&a, workspace, stream);
     }
 
