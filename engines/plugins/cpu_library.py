@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engines.errors import UserError
@@ -15,11 +16,14 @@ from engines.errors import UserError
 NAME = "libunicache_ort.so"
 FOLDER = Path(__file__).parent / "cpu"
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 OWN_FLAGS = {  # of an instruction path on x86
-    "avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+    "avx2.cc": AVX2,
+    "avx512.cc": AVX512,
+    "avx512vnni.cc": [*AVX512, "-mavx512vnni"],
 }
-PATHS = ("avx512", "avx2", "neon", "plain")  # instruction paths, fastest first
+PATHS = ("avx512vnni", "avx512", "avx2", "neon", "plain")  # instruction paths, fastest first
 
 
 def sources() -> list[Path]:
@@ -61,9 +65,13 @@ def compiled(command: list[str], folder: Path) -> list[str]:
     x86 = _run([*command, "-dumpmachine"]).startswith("x86_64")
     units = [file for file in sources() if file.suffix == ".cc"]
     objects = [str(folder / f"{unit.stem}.o") for unit in units]
-    for unit, target in zip(units, objects, strict=True):
+
+    def compile_unit(unit: Path, target: str) -> None:
         own = OWN_FLAGS.get(unit.name, []) if x86 else []
         _run([*command, *FLAGS, *own, "-c", str(unit), "-o", target])
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_unit, units, objects))
     return objects
 
 

@@ -31,7 +31,7 @@ def test_compiles_without_a_warning(compiler: str, tmp_path: Path, monkeypatch: 
     if not shutil.which(compiler):
         pytest.skip(f"{compiler} is not installed")
     monkeypatch.setattr(cpu_library, "FLAGS", [*cpu_library.FLAGS, *STRICT])
-    assert len(cpu_library.compiled([compiler], tmp_path)) == 7
+    assert all(Path(each).is_file() for each in cpu_library.compiled([compiler], tmp_path))
 
 
 def test_clang_builds_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

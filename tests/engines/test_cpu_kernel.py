@@ -79,9 +79,9 @@ SHAPE: dict[str, Any] = {"batch": 2, "kv_heads": 2, "group": 3, "queries": 2, "s
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
     queries=st.integers(1, 8),
-    slots=st.sampled_from([1, 2, 31, 63, 64, 65, 77, 257]),
+    slots=st.sampled_from([1, 2, 31, 63, 64, 65, 127, 129, 257]),
     window=st.sampled_from([0, 1, 5, 32, 41, 70]),
-    head_dim=st.sampled_from([1, 5, 16, 32, 33, 64, 80, 96, 100, 127, 128, 256]),
+    head_dim=st.sampled_from([1, 5, 16, 32, 33, 64, 80, 96, 100, 127, 128, 192, 256]),
     filled=st.sampled_from([0.0, 0.5, 1.0]),
     bits=st.tuples(WIDTHS, WIDTHS),
     blocks=st.tuples(BLOCKS, BLOCKS),
@@ -101,7 +101,7 @@ def test_every_path_is_the_operator(
 @pytest.mark.parametrize("queries", [1, 3])
 def test_threads_change_nothing(library: ctypes.CDLL, queries: int) -> None:
     """Parts of a long store, in any order and at once: the same bits as one after the other."""
-    x = inputs(np.random.default_rng(0), **{**SHAPE, "slots": 2500, "queries": queries}, filled=0.9)
+    x = inputs(np.random.default_rng(0), **{**SHAPE, "slots": 4500, "queries": queries}, filled=0.9)
     with ThreadPoolExecutor(3) as pool:
 
         def run_tasks(_: object, task: Any, count: int, data: int) -> int:
@@ -134,6 +134,28 @@ def test_all_masked_is_finite(library: ctypes.CDLL, path: bytes) -> None:
     outputs = run(library, path, x, 0.125, (8, 8))
     assert all(np.isfinite(output).all() for output in outputs)
     np.testing.assert_allclose(outputs[1].sum(-1) + outputs[2].sum(-1), SHAPE["queries"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
+@pytest.mark.parametrize("channels", [32, 64, 10**6])
+def test_negative_scales(library: ctypes.CDLL, path: bytes, bits: tuple[int, int], channels: int) -> None:
+    x = inputs(
+        np.random.default_rng(0), **{**SHAPE, "head_dim": 128}, filled=0.8, bits=bits, blocks=((1, 1), (1, channels))
+    )
+    x["key_scale"] *= -1
+    x["value_scale"][:, :, ::3] *= -1
+    check(library, path, x, bits)
+
+
+def test_weights_far_from_one_another(library: ctypes.CDLL, path: bytes) -> None:
+    """Scales and logits of many sizes: what is small beside the largest is small in the result, and nothing is lost."""
+    x = inputs(np.random.default_rng(0), **{**SHAPE, "slots": 300, "head_dim": 64}, filled=1.0)
+    x["value_scale"] *= 10.0 ** np.random.default_rng(1).integers(-6, 3, x["value_scale"].shape)
+    x["query"] *= 10.0 ** np.random.default_rng(2).integers(-3, 3, x["query"].shape)
+    scale = 0.1
+    got, want = run(library, path, x, scale, (8, 8)), exact(x, scale)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5 * np.abs(theirs).max(), rtol=1e-4)
 
 
 def test_a_masked_slot_receives_exactly_nothing(library: ctypes.CDLL, path: bytes) -> None:

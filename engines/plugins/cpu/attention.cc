@@ -18,12 +18,19 @@ struct Known {
     bool runs;
 };
 
+#if defined(__x86_64__)
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+}
+#endif
+
 // Fastest first.
 const Known known[] = {
 #if defined(__x86_64__)
-    {"avx512", avx512,
-     __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl")},
+    {"avx512vnni", avx512vnni,
+     has_avx512() && __builtin_cpu_supports("avx512vnni")},
+    {"avx512", avx512, has_avx512()},
     {"avx2", avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},  // which have F16C too
 #elif defined(__aarch64__)
     {"neon", neon, true},
@@ -87,8 +94,8 @@ int unicache_cpu_quant_kv_attention(const UnicacheAttention* arguments, const ch
     if (!memory) return UNICACHE_NO_MEMORY;
     job.output = memory, job.largest = memory + output, job.total = job.largest + states;
     if (mass) job.weights = job.total + states, job.tops = job.weights + weights;
-    // Queries twice, a tile and its scales; weights thrice; biases of every query; a few single rows.
-    job.scratch = 2 * (job.rows + TILE) * job.width + (3 * job.rows + a.queries + 2) * TILE + 2 * (job.width + up(job.rows, ALIGN));
+    // Queries five times, a tile and its scales; weights thrice; biases of every query; a few single rows and columns.
+    job.scratch = (5 * job.rows + 2 * TILE + 9) * job.width + 32 * job.rows + (3 * job.rows + a.queries + 2) * TILE + 2 * (job.width + up(job.rows, ALIGN));
 
     if (rows * (a.slots + a.window) * a.head_dim < WORTH_THREADS) threads = nullptr;
     int error = share_out(job, path->attend, threads);

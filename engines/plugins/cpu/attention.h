@@ -2,12 +2,18 @@
 // instruction set, know of each other. A path is compiled for its instruction set and includes nothing that another file
 // might share with it: no templates or inline functions of the standard library.
 #pragma once
+#include <utility>
+
 #include "cpu.h"
+
+#define INLINED __attribute__((always_inline))
+#define INLINE inline INLINED
 
 namespace unicache {
 
-constexpr int64_t TILE = 64;    // tokens that a path works on at a time
-constexpr int64_t PART = 1024;  // slots of a KV head that one task attends to: a whole number of tiles
+constexpr int64_t TILE = 128;    // tokens that a path works on at a time
+constexpr int64_t PART = 2048;  // slots of a KV head that one task attends to: a whole number of tiles
+constexpr int64_t MOST_CHANNELS = 1024;  // of rows that are read as codes, and not unpacked
 constexpr int64_t ALIGN = 16;   // floats: what starts at a multiple of it starts a cache line
 
 // One call. A KV head has `parts` parts: stretches of its store, and its window, the last. Each is attended to by itself,
@@ -30,6 +36,16 @@ struct Path {
     void (*finish)(const Job&, int64_t head, int64_t part, float* scratch);
 };
 
-extern const Path avx512, avx2, neon, plain;
+extern const Path avx512vnni, avx512, avx2, neon, plain;
+
+// Calls f with each of 0 .. N - 1 as a constant: what it indexes stays in registers, which no compiler promises of a loop.
+template <class F, int... I>
+INLINE void repeat(const F& f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+INLINE void repeat(const F& f) {
+    repeat(f, std::make_integer_sequence<int, N>{});
+}
 
 }  // namespace unicache

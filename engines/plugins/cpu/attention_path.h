@@ -29,19 +29,23 @@ INLINE Vec exponential(Vec x) {
 
 // Logits [N, TILE] of N query rows and the keys of tokens first .. last - 1.
 template <int N, class Source>
-INLINE void logits(const float* query, const Source& keys, int64_t first, int64_t last, int64_t width, float* out) {
+INLINE void logits(const Queries& queries, int64_t row, const Source& keys, int64_t first, int64_t last, float* out) {
+    const float* query = queries.rows + row * queries.width;
     for (int64_t t = first; t < last; t += 4) {
         Vec sum[N][4];
-        for (int n = 0; n < N; n++)
-            for (int i = 0; i < 4; i++) sum[n][i] = fill(0);
+        repeat<N>([&](auto n) INLINED {
+            repeat<4>([&](auto i) INLINED { sum[n][i] = fill(0); });
+        });
         for (int64_t d = 0; d < keys.half; d += LANES)
-            for (int i = 0; i < 4; i++) {
+            repeat<4>([&](auto i) INLINED {
                 Vec key[Source::EACH];
                 keys.get(least(t + i, last - 1), d, key);
-                for (int e = 0; e < Source::EACH; e++)
-                    for (int n = 0; n < N; n++)
-                        sum[n][i] = fma(key[e], load(query + n * width + e * keys.half + d), sum[n][i]);
-            }
+                repeat<N>([&](auto n) INLINED {
+                    repeat<Source::EACH>([&](auto e) INLINED {
+                        sum[n][i] = fma(key[e], load(query + n * queries.width + e * keys.half + d), sum[n][i]);
+                    });
+                });
+            });
         sums<N>(sum, out + t, TILE);
     }
 }
@@ -70,7 +74,7 @@ INLINE void mix(const float* const (&weights)[2], const Source& values, int64_t 
 }
 
 template <int N, class Source>
-INLINE void mix_columns(const float* const (&weights)[2], const Source& values, int64_t tokens, int64_t first, int64_t last,
+INLINE void mix_columns(const float* const (&weights)[2], float, const Source& values, int64_t tokens, int64_t first, int64_t last,
                         const float* shrink, int64_t width, float* output) {
     constexpr int W = 4 / Source::EACH;
     int64_t d = first;
@@ -91,14 +95,10 @@ INLINE void in_passes(int64_t rows, const Pass& pass, int64_t first = 0) {
         if (first < rows) in_passes<N - 1>(rows, pass, first);
 }
 
-// How the scales of keys or values are multiplied in.
-enum class Scales { none, folded, factors, unpacked };
-
 // Keys: into the query, for every block of tokens; into the logits; or into the unpacked rows.
 Scales of_keys(const Rows& keys) {
     if (!keys.codes) return Scales::none;
-    const bool long_blocks = keys.tokens_each >= 16 && keys.tokens_each % 4 == 0;
-    if (keys.token_blocks == 1 || long_blocks) return Scales::folded;
+    if (keys.token_blocks == 1 || keys.tokens_each % 16 == 0) return Scales::folded;
     return keys.channel_blocks == 1 ? Scales::factors : Scales::unpacked;
 }
 
@@ -111,43 +111,49 @@ Scales of_values(const Rows& values) {
 }
 
 // Calls f with a tile's rows as they are best read: codes, or floats in `tile`, to which they are unpacked.
-template <class F>
+template <class QueryRows, class F>
 INLINE void with_rows(const Rows& rows, Scales scales, int64_t readers, int64_t start, int64_t tokens, int64_t width,
                       float* by, float* tile, const F& f) {
     const int8_t* codes = rows.codes + start * rows.bytes;
     const bool whole = rows.codes && rows.head_dim % (LANES * (rows.bits == 8 ? 1 : 2)) == 0;
-    if (whole && readers <= DIRECT && scales != Scales::unpacked) {
-        if (rows.bits == 8) f(Codes8{codes, rows.bytes, rows.bytes});
-        else f(Codes4{codes, rows.bytes, rows.bytes});
+    if (QueryRows::takes(rows, scales)) {
+        QueryRows::with_blocks(rows, start, f);
+    } else if (whole && readers <= DIRECT && rows.head_dim <= MOST_CHANNELS && scales != Scales::unpacked) {
+        if (rows.bits == 8) f(Codes<1>{codes, rows.bytes});
+        else f(Codes<2>{codes, rows.bytes});
     } else {
         unpack(rows, whole, start, tokens, width, scales == Scales::unpacked ? by : nullptr, tile);
-        f(Floats{tile, width, width});
+        f(Floats{tile, width});
     }
 }
 
-// Logits [TILE] of a row -> weights relative to the largest logit so far; returns what earlier sums are scaled by.
-INLINE float online_softmax(const float* factors, const float* bias, int64_t tokens, float* row, float& largest,
-                            float& total) {
-    for (int64_t t = tokens; t < TILE; t++) row[t] = 0;  // and a bias that leaves nothing of them
-    Vec most = fill(largest);
-    for (int64_t t = 0; t < TILE; t += LANES) {
-        const Vec logit = fma(load(row + t), load(factors + t), load(bias + t));
-        store(row + t, logit);
-        most = maximum(most, logit);
+// Logits [rows, TILE] -> weights relative to the largest logit of their row so far. `bias`: of row r % biases. `totals`: of
+// earlier weights, [rows, LANES]. `shrink`: what all earlier sums of a row are scaled by. In two loops, so that rows do not
+// wait for one another.
+INLINE void online_softmax(const float* factors, const float* bias, int64_t biases, int64_t tokens, int64_t rows,
+                           float* weights, float* largest, float* totals, float* shrink) {
+    for (int64_t r = 0, query = 0; r < rows; r++, query = query + 1 < biases ? query + 1 : 0) {
+        float *row = weights + r * TILE, before = largest[r];
+        const float* of_row = bias + query * TILE;
+        for (int64_t t = tokens; t < TILE; t++) row[t] = 0;  // and a bias that leaves nothing of them
+        Vec most = fill(before);
+        for (int64_t t = 0; t < TILE; t += LANES) {
+            const Vec logit = fma(load(row + t), load(factors + t), load(of_row + t));
+            store(row + t, logit);
+            most = maximum(most, logit);
+        }
+        largest[r] = top(most);
+        shrink[r] = largest[r] > before ? expf(before - largest[r]) : 1;
     }
-    const float now = top(most), shrink = expf(largest - now);
-    Vec sum = fill(0);
-    for (int64_t t = 0; t < TILE; t += LANES) {
-        const Vec weight = exponential(load(row + t) - fill(now));
-        store(row + t, weight);
-        sum = sum + weight;
+    for (int64_t r = 0; r < rows; r++) {
+        Vec sum = load(totals + r * LANES) * fill(shrink[r]);
+        for (int64_t t = 0; t < TILE; t += LANES) {
+            const Vec weight = exponential(load(weights + r * TILE + t) - fill(largest[r]));
+            store(weights + r * TILE + t, weight);
+            sum = sum + weight;
+        }
+        store(totals + r * LANES, sum);
     }
-    float lanes[LANES], all = 0;
-    store(lanes, sum);
-    for (float lane : lanes) all += lane;
-    total = total * shrink + all;
-    largest = now;
-    return shrink;
 }
 
 // Memory that a task has for itself, taken in whole cache lines.
@@ -160,13 +166,15 @@ struct Scratch {
     }
 };
 
+template <class QueryRows>
 void attend(const Job& job, int64_t head, int64_t part, float* memory) {
     const UnicacheAttention& a = job.a;
     const int64_t rows = job.rows, width = job.width, head_dim = a.head_dim, state = (head * job.parts + part) * rows;
     const bool window = part + 1 == job.parts;
     const Rows keys = window ? window_rows(a, a.key_window, head) : store_rows(a, a.key, head);
     const Rows values = window ? window_rows(a, a.value_window, head) : store_rows(a, a.value, head);
-    const Scales key_scales = of_keys(keys), value_scales = of_values(values);
+    const Scales key_scales = of_keys(keys);
+    Scales value_scales = of_values(values);
     const int64_t begin = window ? 0 : part * PART, end = window ? a.window : least(begin + PART, a.slots);
     const int64_t biases = window ? a.queries : 1;  // of a token: the window has one for each query
 
@@ -176,17 +184,28 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
     float *factors = scratch.take(TILE), *shared = scratch.take(TILE), *bias = scratch.take(biases * TILE);
     float* const unkept = scratch.take(rows * TILE);
     float* const factored[2] = {scratch.take(rows * TILE), scratch.take(rows * TILE)};
-    float *output = job.output + state * width, *largest = job.largest + state, *total = job.total + state;
+    float *output = job.output + state * width, *largest = job.largest + state;
+    float *totals = scratch.take(rows * LANES), *total = job.total + state;
+    QueryRows queries(scratch.take(QueryRows::room(rows, width)), rows, width);
 
     for (int64_t r = 0; r < rows; r++) {
         float* q = query + r * width;
         widen(a.query, a.type, (head * rows + r) * head_dim, head_dim, q);
         for (int64_t d = 0; d < width; d++) q[d] = d < head_dim ? q[d] * a.softmax_scale : 0;
         for (int64_t d = 0; d < width; d++) output[r * width + d] = 0;
-        largest[r] = NOTHING, total[r] = 0;
+        largest[r] = NOTHING;
+        store(totals + r * LANES, fill(0));
     }
+    if (key_scales != Scales::folded) queries.set(query, rows);
     for (int64_t d = 0; d < width; d++) by[d] = 0;
-    for (int64_t t = 0; t < TILE; t++) factors[t] = 1;
+    for (int64_t t = 0; t < TILE; t++) factors[t] = shared[t] = 1;
+
+    float most_weight = 1;
+    if (value_scales == Scales::factors && begin < end) {
+        float smallest;
+        values.range(begin, end - begin, room, smallest, most_weight);
+        if (!QueryRows::SIGNED_WEIGHTS && smallest < 0) value_scales = Scales::unpacked;
+    }
 
     int64_t in_query = -1;  // the block of tokens whose scales are in `scaled`
     for (int64_t start = begin, tokens; start < end; start += tokens) {
@@ -194,9 +213,8 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
         const int64_t tile_number = head * job.tiles + (window ? (a.slots + TILE - 1) / TILE : 0) + start / TILE;
         float* weights = job.weights ? job.weights + tile_number * rows * TILE : unkept;
 
-        with_rows(keys, key_scales, rows, start, tokens, width, by, tile, [&](const auto& source) {
+        with_rows<QueryRows>(keys, key_scales, rows, start, tokens, width, by, tile, [&](const auto& source) {
             for (int64_t first = 0, last = tokens; first < tokens; first = last, last = tokens) {
-                const float* q = query;
                 if (key_scales == Scales::folded) {
                     const int64_t block = (start + first) / keys.tokens_each;
                     last = least(tokens, (block + 1) * keys.tokens_each - start);
@@ -204,11 +222,11 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
                         keys.channel_scales(in_query = block, by);
                         for (int64_t r = 0; r < rows; r++)
                             for (int64_t d = 0; d < width; d++) scaled[r * width + d] = query[r * width + d] * by[d];
+                        queries.set(scaled, rows);
                     }
-                    q = scaled;
                 }
                 in_passes<ROWS>(rows, [&](auto n, int64_t r) {
-                    logits<n.value>(q + r * width, source, first, last, width, weights + r * TILE);
+                    logits<n.value>(queries, r, source, first, last, weights + r * TILE);
                 });
             }
         });
@@ -219,30 +237,39 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
             if (window)
                 widen(a.window_bias, a.window_bias_type, (head / a.kv_heads * a.queries + i) * end + start, tokens, of);
             else widen(a.store_bias, a.store_bias_type, head * a.slots + start, tokens, of);
-            for (int64_t t = 0; t < TILE; t++) of[t] = t >= tokens ? NOTHING : of[t] > LOWEST ? of[t] : LOWEST;
+            for (int64_t t = 0; t < TILE; t += LANES) store(of + t, maximum(load(of + t), fill(LOWEST)));
+            for (int64_t t = tokens; t < TILE; t++) of[t] = NOTHING;
         }
-        for (int64_t r = 0; r < rows; r++)
-            shrink[r] = online_softmax(factors, bias + r % biases * TILE, tokens, weights + r * TILE, largest[r], total[r]);
+        online_softmax(factors, bias, biases, tokens, rows, weights, largest, totals, shrink);
         if (job.weights) memcpy(job.tops + tile_number * rows, largest, rows * sizeof(float));
 
-        with_rows(values, value_scales, rows, start, tokens, width, by, tile, [&](const auto& source) {
+        with_rows<QueryRows>(values, value_scales, rows, start, tokens, width, by, tile, [&](const auto& source) {
             const bool by_weight = value_scales == Scales::factors;
-            const int64_t each = by_weight && values.channel_blocks > 1 ? values.channels_each : source.half;
+            const int64_t run = values.channels_each > source.least_run() ? values.channels_each : source.least_run();
+            const int64_t each = by_weight && values.channel_blocks > 1 ? run : source.half;
             for (int64_t first = 0; first < source.half; first += each) {
                 const float* of[2] = {weights, weights};
+                int64_t of_channels = -1;
                 for (int e = 0; by_weight && e < source.EACH; e++) {
-                    values.token_scales(start, tokens, (first + e * source.half) / values.channels_each, room, shared);
+                    const int64_t block = source.channel(first, e) / values.channels_each;
+                    of[e] = e ? of[e - 1] : of[e];
+                    if (block == of_channels) continue;
+                    values.token_scales(start, tokens, of_channels = block, room, shared);
                     for (int64_t r = 0; r < rows; r++)
                         for (int64_t t = 0; t < TILE; t++) factored[e][r * TILE + t] = weights[r * TILE + t] * shared[t];
                     of[e] = factored[e];
                 }
                 in_passes<ROWS>(rows, [&](auto n, int64_t r) {
                     const float* const of_row[2] = {of[0] + r * TILE, of[1] + r * TILE};
-                    mix_columns<n.value>(of_row, source, tokens, first, least(first + each, source.half), shrink + r, width,
+                    mix_columns<n.value>(of_row, most_weight, source, tokens, first, least(first + each, source.half), shrink + r, width,
                                          output + r * width);
                 });
             }
         });
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        total[r] = 0;
+        for (int64_t i = 0; i < LANES; i++) total[r] += totals[r * LANES + i];
     }
     if (value_scales != Scales::folded || begin == end) return;
     values.channel_scales(0, by);

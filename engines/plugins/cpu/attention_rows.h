@@ -1,5 +1,7 @@
 // Rows of keys and values as a path reads them: numbers to floats, codes to vectors, scales of tokens and channels. Part of
 // attention_path.h, which says what must be defined before.
+#pragma once
+#include <math.h>
 #include <string.h>
 
 #include "attention.h"
@@ -7,8 +9,6 @@
 namespace {
 
 using namespace unicache;
-
-#define INLINE inline __attribute__((always_inline))
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -64,6 +64,23 @@ struct Rows {
         }
     }
 
+    // The smallest and the largest scale of these tokens. `room`: for some scales.
+    void range(int64_t start, int64_t tokens, float* room, float& smallest, float& largest) const {
+        const int64_t first = start / tokens_each * channel_blocks;
+        const int64_t end = ((start + tokens - 1) / tokens_each + 1) * channel_blocks;
+        Vec most = fill(-INFINITY), least_negated = fill(-INFINITY);
+        for (int64_t i = first; i < end; i += TILE) {
+            const int64_t some = least(TILE, end - i);
+            widen(scales, type, i, some, room);
+            for (int64_t j = some; j < TILE; j++) room[j] = room[0];
+            for (int64_t j = 0; j < TILE; j += LANES) {
+                most = maximum(most, load(room + j));
+                least_negated = maximum(least_negated, fill(0) - load(room + j));
+            }
+        }
+        smallest = -top(least_negated), largest = top(most);
+    }
+
     // The scales of a block of channels, one a token. `room`: for those of all blocks of channels.
     void token_scales(int64_t start, int64_t tokens, int64_t block, float* room, float* out) const {
         const int64_t first = start / tokens_each, last = (start + tokens - 1) / tokens_each;
@@ -96,27 +113,46 @@ Rows window_rows(const UnicacheAttention& a, const void* window, int64_t head) {
     return {nullptr, at(window, a.type, head * a.window * a.head_dim), nullptr, a.type, 0, a.head_dim, 0, 1, 1, 1, 1};
 }
 
+// How the scales of keys or values are multiplied in.
+enum class Scales { none, folded, factors, unpacked };
+
+// Query rows, whose every float is multiplied with what comes from a tile.
+struct Queries {
+    static constexpr bool SIGNED_WEIGHTS = true;  // what this path takes, of codes
+    const float* rows;
+    int64_t width;
+
+    static int64_t room(int64_t, int64_t) { return 0; }  // floats of memory
+    Queries(float*, int64_t, int64_t width) : rows(nullptr), width(width) {}
+    void set(const float* floats, int64_t) { rows = floats; }
+
+    // Whether a path has a way of its own to read such codes, and that.
+    static constexpr bool takes(const Rows&, Scales) { return false; }
+    template <class F>
+    static void with_blocks(const Rows&, int64_t, const F&) {}
+};
+
 // What a tile's rows are read from: vector `column` of a token is EACH vectors of floats, the second `half` columns on.
 struct Floats {
     static constexpr int EACH = 1;
     const float* rows;
-    int64_t width, half;
-    INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const { out[0] = load(rows + token * width + column); }
+    int64_t half;
+    static constexpr int64_t least_run() { return 0; }
+    int64_t channel(int64_t first, int) const { return first; }
+    INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const { out[0] = load(rows + token * half + column); }
 };
 
-struct Codes8 {
-    static constexpr int EACH = 1;
+template <int PER_BYTE>
+struct Codes {
+    static constexpr int EACH = PER_BYTE;
     const int8_t* rows;
-    int64_t width, half;
-    INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const { out[0] = codes8(rows + token * width + column); }
-};
-
-struct Codes4 {
-    static constexpr int EACH = 2;
-    const int8_t* rows;
-    int64_t width, half;
+    int64_t half;
+    static constexpr int64_t least_run() { return 0; }
+    int64_t channel(int64_t first, int part) const { return first + part * half; }
     INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const {
-        codes4(rows + token * width + column, out[0], out[1]);
+        const int8_t* from = rows + token * half + column;
+        if constexpr (EACH == 1) out[0] = codes8(from);
+        else codes4(from, out[0], out[1]);
     }
 };
 
@@ -147,8 +183,8 @@ void unpack(const Rows& rows, bool whole, int64_t start, int64_t tokens, int64_t
         for (int64_t t = 0; t < tokens; t++)
             widen(rows.floats, rows.type, (start + t) * rows.head_dim, rows.head_dim, tile + t * width);
     } else if (whole) {
-        if (rows.bits == 8) unpack_rows(Codes8{codes, rows.bytes, rows.bytes}, tokens, width, tile);
-        else unpack_rows(Codes4{codes, rows.bytes, rows.bytes}, tokens, width, tile);
+        if (rows.bits == 8) unpack_rows(Codes<1>{codes, rows.bytes}, tokens, width, tile);
+        else unpack_rows(Codes<2>{codes, rows.bytes}, tokens, width, tile);
     } else {
         for (int64_t t = 0; t < tokens; t++) unpack_row(rows, codes + t * rows.bytes, tile + t * width);
     }

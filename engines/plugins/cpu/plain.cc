@@ -3,28 +3,30 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "attention.h"
+
 namespace {
 
 constexpr int LANES = 4, ROWS = 2, DIRECT = 2;
 typedef float Vec __attribute__((vector_size(16)));
 
-Vec load(const float* from) {
+INLINE Vec load(const float* from) {
     Vec x;
     memcpy(&x, from, sizeof x);
     return x;
 }
-void store(float* to, Vec x) { memcpy(to, &x, sizeof x); }
-Vec fill(float x) { return Vec{x, x, x, x}; }
-Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
-Vec maximum(Vec a, Vec b) {
+INLINE void store(float* to, Vec x) { memcpy(to, &x, sizeof x); }
+INLINE Vec fill(float x) { return Vec{x, x, x, x}; }
+INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+INLINE Vec maximum(Vec a, Vec b) {
     for (int i = 0; i < LANES; i++) a[i] = a[i] > b[i] ? a[i] : b[i];
     return a;
 }
-Vec nearest(Vec x) {
+INLINE Vec nearest(Vec x) {
     const Vec shift = fill(12582912);  // 1.5 * 2^23, where floats are whole numbers
     return x + shift - shift;
 }
-Vec scale(Vec x, Vec n) {
+INLINE Vec scale(Vec x, Vec n) {
     for (int i = 0; i < LANES; i++) {
         const int32_t bits = (static_cast<int32_t>(n[i]) + 127) << 23;
         float power;
@@ -33,20 +35,20 @@ Vec scale(Vec x, Vec n) {
     }
     return x;
 }
-float top(Vec x) {
+INLINE float top(Vec x) {
     const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
     return a > b ? a : b;
 }
 template <int N>
-void sums(const Vec (&x)[N][4], float* out, int64_t stride) {
+INLINE void sums(const Vec (&x)[N][4], float* out, int64_t stride) {
     for (int n = 0; n < N; n++)
         for (int i = 0; i < 4; i++) out[n * stride + i] = (x[n][i][0] + x[n][i][1]) + (x[n][i][2] + x[n][i][3]);
 }
-Vec of(int a, int b, int c, int d) {
+INLINE Vec of(int a, int b, int c, int d) {
     return Vec{static_cast<float>(a), static_cast<float>(b), static_cast<float>(c), static_cast<float>(d)};
 }
-Vec codes8(const int8_t* from) { return of(from[0], from[1], from[2], from[3]); }
-void codes4(const int8_t* from, Vec& low, Vec& high) {
+INLINE Vec codes8(const int8_t* from) { return of(from[0], from[1], from[2], from[3]); }
+INLINE void codes4(const int8_t* from, Vec& low, Vec& high) {
     low = of(from[0] & 15, from[1] & 15, from[2] & 15, from[3] & 15) - fill(8);
     high = of(from[0] >> 4, from[1] >> 4, from[2] >> 4, from[3] >> 4);
 }
@@ -69,8 +71,8 @@ uint16_t half_of(float x) {
     if (size < 0x38800000) return sign | static_cast<uint16_t>(rintf(ldexpf(fabsf(x), 24)));  // below the normal ones
     return sign | ((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
 }
-Vec halves(const uint16_t* from) { return Vec{float_of(from[0]), float_of(from[1]), float_of(from[2]), float_of(from[3])}; }
-void to_halves(uint16_t* to, Vec x) {
+INLINE Vec halves(const uint16_t* from) { return Vec{float_of(from[0]), float_of(from[1]), float_of(from[2]), float_of(from[3])}; }
+INLINE void to_halves(uint16_t* to, Vec x) {
     for (int i = 0; i < LANES; i++) to[i] = half_of(x[i]);
 }
 
@@ -78,4 +80,4 @@ void to_halves(uint16_t* to, Vec x) {
 
 #include "attention_path.h"
 
-const unicache::Path unicache::plain = {attend, finish};
+const unicache::Path unicache::plain = {attend<Queries>, finish};
