@@ -59,9 +59,9 @@ class Row:
 
     Attributes:
         error: largest difference from the exact result, over that result's largest number.
-        floor: seconds to read its cache, in the median round.
-        over_floor, over_ours: how many times the floor's, and our kernel's, time it takes, in the median round; ours is
-            the kernel of as many bits, int8 where there is none.
+        floor: seconds to read its cache, in the fastest round.
+        over_floor: the least over that: both undisturbed, for a longer turn is disturbed more often.
+        over_ours: over our kernel's time, in the median round; the kernel of as many bits, int8 where there is none.
     """
 
     peer: str
@@ -121,7 +121,7 @@ def measure(setting: Setting, runs: int) -> tuple[list[Row], dict[str, str]]:
             taken[name].append((time.perf_counter() - start) / calls[name])
     rows = []
     for name, peer in peers.items():
-        times, floors = np.array(taken[name]), np.array(reads) * peer.kv_bytes
+        times, floor = np.array(taken[name]), min(reads) * peer.kv_bytes
         ours = taken.get(f"{OURS} int{peer.bits}", taken.get(f"{OURS} int8"))
         rows.append(
             Row(
@@ -134,8 +134,8 @@ def measure(setting: Setting, runs: int) -> tuple[list[Row], dict[str, str]]:
                 median=float(np.median(times)),
                 least=float(times.min()),
                 error=errors[name],
-                floor=float(np.median(floors)),
-                over_floor=float(np.median(times / floors)),
+                floor=floor,
+                over_floor=float(times.min() / floor),
                 over_ours=None if ours is None else float(np.median(times / np.array(ours))),
             )
         )
@@ -159,8 +159,9 @@ def report(console: Console, rows: Sequence[Row], missing: dict[str, str]) -> No
             table.add_row(name, *cells)
         console.print(table)
     console.print(
-        "µs: a call, in the median round and in the fastest. / floor: over the time to read its own cache. / ours: "
-        "over that of our kernel of as many bits, int8 for floats. Both are medians of the rounds' ratios."
+        "µs: a call, in the median round and in the fastest. / floor: the fastest over the fastest read of its cache. "
+        "/ ours: over our kernel of as many bits, int8 for floats, in the median of the rounds.",
+        soft_wrap=True,
     )
     for name, reason in missing.items():
         console.print(f"not measured: {name}: {reason}", markup=False)
