@@ -166,7 +166,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
             console.print(f"level {name}: {found.note}")
 
     with console.status("compiling kernels"):
-        kernels = kernel_libraries.prepare(folder, args.kernels, tensorrt=len(backends) > 1)
+        kernels = kernel_libraries.prepare(folder, args.kernels, kernel_libraries.architectures(backends))
     for reason in kernels.missing:
         console.print(f"without kernels: {reason}")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from engines import trt
 from engines.bundle import Library
 from engines.errors import UserError
 from engines.plugins import cpu_library, cuda_library, host_library, store
@@ -36,14 +37,22 @@ class Kernels:
     missing: list[str] = field(default_factory=list)
 
 
-def prepare(folder: Path, choice: str, tensorrt: bool) -> Kernels:
+def architectures(backends: Sequence[str]) -> list[str]:
+    """Compute capabilities that plugins are needed for: all that are known, or the GPU's that plans are timed on."""
+    if not set(backends) & {*trt.BACKENDS}:
+        return []
+    elsewhere = any(backend in backends and row.targets for backend, row in trt.BACKENDS.items())
+    return [*cuda_library.ARCHITECTURES] if elsewhere else trt.check("trt")
+
+
+def prepare(folder: Path, choice: str, gpus: Sequence[str]) -> Kernels:
     """Put the libraries into the bundle's folder.
 
     The kernels for ONNX Runtime are checked with every graph that uses them; those for TensorRT here.
 
     Args:
         choice: `auto` ships what can be compiled here, `always` insists, `never` ships none.
-        tensorrt: whether plans will be built.
+        gpus: compute capabilities of the plugins; none: no plans will be built.
 
     Raises:
         UserError: a kernel computes something else than its operator; or one is missing, and `always` was asked for.
@@ -65,8 +74,8 @@ def prepare(folder: Path, choice: str, tensorrt: bool) -> Kernels:
         return folder / name
 
     kernels.cpu = take(cpu_library.NAME, store.cpu)
-    if tensorrt:
-        kernels.cuda = take(cuda_library.NAME, store.cuda)
+    if gpus:
+        kernels.cuda = take(cuda_library.NAME, lambda: store.cuda(gpus))
     if kernels.cuda:
         check(kernels.cuda)
     return kernels

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from engines import trt
 from engines.errors import UserError
 from engines.plugins import cpu_library, cuda_library, host_library, store
 from export import build, kernels
 from tests.export.conftest import RECIPE
 
 SMALL = ["--recipe", str(RECIPE), "--images", "1", "--text-tokens", "8", "--jobs", "1"]
+GPUS = ["sm_87", "sm_90"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,33 +42,40 @@ def refuse(*_: Any) -> Any:
     raise UserError("no compiler: install one")
 
 
+def test_plugins_are_for_the_gpu_that_plans_are_built_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trt, "check", lambda backend: ["sm_87"])
+    assert kernels.architectures(["ort"]) == []
+    assert kernels.architectures(["ort", "trt"]) == ["sm_87"]
+    assert kernels.architectures(["ort", "trt-rtx", "trt"]) == [*cuda_library.ARCHITECTURES]
+
+
 def test_never_ships_nothing(folder: Path) -> None:
-    assert kernels.prepare(folder, "never", tensorrt=True) == kernels.Kernels()
+    assert kernels.prepare(folder, "never", GPUS) == kernels.Kernels()
     assert [*folder.iterdir()] == []
 
 
-@pytest.mark.parametrize("tensorrt", [False, True])
-def test_libraries_lie_in_the_bundle_and_are_described(folder: Path, quick: None, tensorrt: bool) -> None:
-    made = kernels.prepare(folder, "auto", tensorrt)
-    files = [cpu_library.NAME, cuda_library.NAME][: 1 + tensorrt]
+@pytest.mark.parametrize("gpus", [[], GPUS])
+def test_libraries_lie_in_the_bundle_and_are_described(folder: Path, quick: None, gpus: list[str]) -> None:
+    made = kernels.prepare(folder, "auto", gpus)
+    files = [cpu_library.NAME, cuda_library.NAME] if gpus else [cpu_library.NAME]
     assert sorted(path.name for path in folder.iterdir()) == sorted(files)
     assert [library.file for library in made.libraries] == files
-    assert made.libraries[-1].architectures == ([*cuda_library.ARCHITECTURES] if tensorrt else ["plain"])
+    assert made.libraries[-1].architectures == (gpus or ["plain"])
     assert made.cpu == folder / cpu_library.NAME
-    assert made.cuda == (folder / cuda_library.NAME if tensorrt else None)
+    assert made.cuda == (folder / cuda_library.NAME if gpus else None)
     assert made.missing == []
 
 
-@pytest.mark.parametrize(("module", "tensorrt"), [(cpu_library, False), (cuda_library, True)])
+@pytest.mark.parametrize(("module", "gpus"), [(cpu_library, []), (cuda_library, GPUS)])
 def test_without_a_compiler_the_bundle_says_so(
-    folder: Path, quick: None, monkeypatch: pytest.MonkeyPatch, module: Any, tensorrt: bool
+    folder: Path, quick: None, monkeypatch: pytest.MonkeyPatch, module: Any, gpus: list[str]
 ) -> None:
     monkeypatch.setattr(module, "build", refuse)
-    made = kernels.prepare(folder, "auto", tensorrt)
+    made = kernels.prepare(folder, "auto", gpus)
     assert made.missing == [f"{module.NAME}: no compiler: install one"]
     assert not (folder / module.NAME).exists()
     with pytest.raises(UserError, match="no compiler"):
-        kernels.prepare(folder, "always", tensorrt)
+        kernels.prepare(folder, "always", gpus)
 
 
 @pytest.mark.parametrize("fault", ["TIE_SHIFT", "END_SHIFT"])
