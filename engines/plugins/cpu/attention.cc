@@ -20,16 +20,15 @@ struct Known {
 
 #if defined(__x86_64__)
 bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 #endif
 
 // Fastest first.
 const Known known[] = {
 #if defined(__x86_64__)
-    {"avx512vnni", avx512vnni,
-     has_avx512() && __builtin_cpu_supports("avx512vnni")},
+    {"avx512vnni", avx512vnni, has_avx512() && __builtin_cpu_supports("avx512vnni")},
     {"avx512", avx512, has_avx512()},
     {"avx2", avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},  // which have F16C too
 #elif defined(__aarch64__)
@@ -57,8 +56,10 @@ struct Work {
 void run(void* data, size_t task) {
     Work& work = *static_cast<Work*>(data);
     float* scratch = floats(work.job.scratch);
-    if (scratch) work.step(work.job, task / work.job.parts, task % work.job.parts, scratch);
-    else work.no_memory = true;
+    if (scratch)
+        work.step(work.job, task / work.job.parts, task % work.job.parts, scratch);
+    else
+        work.no_memory = true;
     std::free(scratch);
 }
 
@@ -95,7 +96,8 @@ int unicache_cpu_quant_kv_attention(const UnicacheAttention* arguments, const ch
     job.output = memory, job.largest = memory + output, job.total = job.largest + states;
     if (mass) job.weights = job.total + states, job.tops = job.weights + weights;
     // Queries five times, a tile and its scales; weights thrice; biases of every query; a few single rows and columns.
-    job.scratch = (5 * job.rows + 2 * TILE + 9) * job.width + 32 * job.rows + (3 * job.rows + a.queries + 2) * TILE + 2 * (job.width + up(job.rows, ALIGN));
+    job.scratch = (5 * job.rows + 2 * TILE + 9) * job.width + 32 * job.rows + (3 * job.rows + a.queries + 2) * TILE +
+                  2 * (job.width + up(job.rows, ALIGN));
 
     if (rows * (a.slots + a.window) * a.head_dim < WORTH_THREADS) threads = nullptr;
     int error = share_out(job, path->attend, threads);

@@ -1,12 +1,13 @@
 // The kernel of a path. The file that includes this one defines vectors first, of LANES floats:
-//   Vec; load, store, fill (all lanes), fma (a * b + c), maximum, nearest (whole numbers), scale (x * 2^n), top (the largest
-//   lane), sums (of four vectors each), codes8 and codes4 (LANES bytes to floats), halves (from float16) and to_halves.
+//   Vec; load, store, fill (all lanes), fma (a * b + c), maximum, nearest (whole numbers), scale (x * 2^n), top (the
+//   largest lane), sums (of four vectors each), codes8 and codes4 (LANES bytes to floats), halves (from float16) and
+//   to_halves.
 //
 // Keys and values of a KV head are read once, a tile of tokens at a time, for all query rows of its group. Codes become
-// floats in registers, or in a tile that stays in the first-level cache where there are many rows. Scales are factors of
-// the query or the logits (keys), and of the weights or the output (values), wherever their blocks allow it. The softmax
-// is online: weights are relative to the largest logit so far, and what was summed before is scaled down when a larger
-// one comes. The weights are kept, for the attention that every slot received.
+// floats in registers, or in a tile that stays in the first-level cache where there are many rows. Scales are factors
+// of the query or the logits (keys), and of the weights or the output (values), wherever their blocks allow it. The
+// softmax is online: weights are relative to the largest logit so far, and what was summed before is scaled down when a
+// larger one comes. The weights are kept, for the attention that every slot received.
 #include <math.h>
 
 #include "attention_rows.h"
@@ -33,9 +34,7 @@ INLINE void logits(const Queries& queries, int64_t row, const Source& keys, int6
     const float* query = queries.rows + row * queries.width;
     for (int64_t t = first; t < last; t += 4) {
         Vec sum[N][4];
-        repeat<N>([&](auto n) INLINED {
-            repeat<4>([&](auto i) INLINED { sum[n][i] = fill(0); });
-        });
+        repeat<N>([&](auto n) INLINED { repeat<4>([&](auto i) INLINED { sum[n][i] = fill(0); }); });
         for (int64_t d = 0; d < keys.half; d += LANES)
             repeat<4>([&](auto i) INLINED {
                 Vec key[Source::EACH];
@@ -52,8 +51,8 @@ INLINE void logits(const Queries& queries, int64_t row, const Source& keys, int6
 
 // output [N, W vectors from `column`, and as many `half` columns on] = output * shrink[N] + weights [N, TILE] @ values.
 template <int N, int W, class Source>
-INLINE void mix(const float* const (&weights)[2], const Source& values, int64_t tokens, int64_t column, const float* shrink,
-                int64_t width, float* output) {
+INLINE void mix(const float* const (&weights)[2], const Source& values, int64_t tokens, int64_t column,
+                const float* shrink, int64_t width, float* output) {
     constexpr int EACH = Source::EACH;
     Vec sum[N][W][EACH];
     for (int n = 0; n < N; n++)
@@ -74,8 +73,8 @@ INLINE void mix(const float* const (&weights)[2], const Source& values, int64_t 
 }
 
 template <int N, class Source>
-INLINE void mix_columns(const float* const (&weights)[2], float, const Source& values, int64_t tokens, int64_t first, int64_t last,
-                        const float* shrink, int64_t width, float* output) {
+INLINE void mix_columns(const float* const (&weights)[2], float, const Source& values, int64_t tokens, int64_t first,
+                        int64_t last, const float* shrink, int64_t width, float* output) {
     constexpr int W = 4 / Source::EACH;
     int64_t d = first;
     for (; d + W * LANES <= last; d += W * LANES) mix<N, W>(weights, values, tokens, d, shrink, width, output);
@@ -106,7 +105,8 @@ Scales of_keys(const Rows& keys) {
 Scales of_values(const Rows& values) {
     if (!values.codes) return Scales::none;
     if (values.token_blocks == 1) return Scales::folded;
-    const bool vectors = values.channels_each % LANES == 0 && (values.bits == 8 || values.bytes % values.channels_each == 0);
+    const bool vectors =
+        values.channels_each % LANES == 0 && (values.bits == 8 || values.bytes % values.channels_each == 0);
     return values.channel_blocks == 1 || vectors ? Scales::factors : Scales::unpacked;
 }
 
@@ -119,17 +119,19 @@ INLINE void with_rows(const Rows& rows, Scales scales, int64_t readers, int64_t 
     if (QueryRows::takes(rows, scales)) {
         QueryRows::with_blocks(rows, start, f);
     } else if (whole && readers <= DIRECT && rows.head_dim <= MOST_CHANNELS && scales != Scales::unpacked) {
-        if (rows.bits == 8) f(Codes<1>{codes, rows.bytes});
-        else f(Codes<2>{codes, rows.bytes});
+        if (rows.bits == 8)
+            f(Codes<1>{codes, rows.bytes});
+        else
+            f(Codes<2>{codes, rows.bytes});
     } else {
         unpack(rows, whole, start, tokens, width, scales == Scales::unpacked ? by : nullptr, tile);
         f(Floats{tile, width});
     }
 }
 
-// Logits [rows, TILE] -> weights relative to the largest logit of their row so far. `bias`: of row r % biases. `totals`: of
-// earlier weights, [rows, LANES]. `shrink`: what all earlier sums of a row are scaled by. In two loops, so that rows do not
-// wait for one another.
+// Logits [rows, TILE] -> weights relative to the largest logit of their row so far. `bias`: of row r % biases.
+// `totals`: of earlier weights, [rows, LANES]. `shrink`: what all earlier sums of a row are scaled by. In two loops, so
+// that rows do not wait for one another.
 INLINE void online_softmax(const float* factors, const float* bias, int64_t biases, int64_t tokens, int64_t rows,
                            float* weights, float* largest, float* totals, float* shrink) {
     for (int64_t r = 0, query = 0; r < rows; r++, query = query + 1 < biases ? query + 1 : 0) {
@@ -196,7 +198,8 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
         largest[r] = NOTHING;
         store(totals + r * LANES, fill(0));
     }
-    if (key_scales != Scales::folded) queries.set(query, rows);
+    const bool taken = QueryRows::takes(keys, key_scales);
+    if (key_scales != Scales::folded) queries.set(query, rows, taken);
     for (int64_t d = 0; d < width; d++) by[d] = 0;
     for (int64_t t = 0; t < TILE; t++) factors[t] = shared[t] = 1;
 
@@ -221,8 +224,9 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
                     if (block != in_query) {
                         keys.channel_scales(in_query = block, by);
                         for (int64_t r = 0; r < rows; r++)
-                            for (int64_t d = 0; d < width; d++) scaled[r * width + d] = query[r * width + d] * by[d];
-                        queries.set(scaled, rows);
+                            for (int64_t d = 0; d < width; d += LANES)
+                                store(scaled + r * width + d, load(query + r * width + d) * load(by + d));
+                        queries.set(scaled, rows, taken);
                     }
                 }
                 in_passes<ROWS>(rows, [&](auto n, int64_t r) {
@@ -230,19 +234,22 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
                 });
             }
         });
-        if (key_scales == Scales::factors) keys.token_scales(start, tokens, 0, room, factors);
+        if (key_scales == Scales::factors)
+            keys.of_tokens(keys.load_scales(start, tokens, room), start, tokens, 0, factors);
 
         for (int64_t i = 0; i < biases; i++) {
             float* of = bias + i * TILE;
             if (window)
                 widen(a.window_bias, a.window_bias_type, (head / a.kv_heads * a.queries + i) * end + start, tokens, of);
-            else widen(a.store_bias, a.store_bias_type, head * a.slots + start, tokens, of);
+            else
+                widen(a.store_bias, a.store_bias_type, head * a.slots + start, tokens, of);
             for (int64_t t = 0; t < TILE; t += LANES) store(of + t, maximum(load(of + t), fill(LOWEST)));
             for (int64_t t = tokens; t < TILE; t++) of[t] = NOTHING;
         }
         online_softmax(factors, bias, biases, tokens, rows, weights, largest, totals, shrink);
         if (job.weights) memcpy(job.tops + tile_number * rows, largest, rows * sizeof(float));
 
+        if (value_scales == Scales::factors) values.load_scales(start, tokens, room);
         with_rows<QueryRows>(values, value_scales, rows, start, tokens, width, by, tile, [&](const auto& source) {
             const bool by_weight = value_scales == Scales::factors;
             const int64_t run = values.channels_each > source.least_run() ? values.channels_each : source.least_run();
@@ -254,15 +261,16 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
                     const int64_t block = source.channel(first, e) / values.channels_each;
                     of[e] = e ? of[e - 1] : of[e];
                     if (block == of_channels) continue;
-                    values.token_scales(start, tokens, of_channels = block, room, shared);
+                    values.of_tokens(room, start, tokens, of_channels = block, shared);
                     for (int64_t r = 0; r < rows; r++)
-                        for (int64_t t = 0; t < TILE; t++) factored[e][r * TILE + t] = weights[r * TILE + t] * shared[t];
+                        for (int64_t t = 0; t < TILE; t += LANES)
+                            store(factored[e] + r * TILE + t, load(weights + r * TILE + t) * load(shared + t));
                     of[e] = factored[e];
                 }
                 in_passes<ROWS>(rows, [&](auto n, int64_t r) {
                     const float* const of_row[2] = {of[0] + r * TILE, of[1] + r * TILE};
-                    mix_columns<n.value>(of_row, most_weight, source, tokens, first, least(first + each, source.half), shrink + r, width,
-                                         output + r * width);
+                    mix_columns<n.value>(of_row, most_weight, source, tokens, first, least(first + each, source.half),
+                                         shrink + r, width, output + r * width);
                 });
             }
         });
@@ -286,8 +294,8 @@ void whole_row(const Job& job, int64_t head, int64_t row, float& largest, float&
         total += job.total[p * job.rows + row] * expf(job.largest[p * job.rows + row] - largest);
 }
 
-// Of all parts one output, by the task of the window's; of every part the attention that its tokens received: summed over
-// the queries, averaged over the group.
+// Of all parts one output, by the task of the window's; of every part the attention that its tokens received: summed
+// over the queries, averaged over the group.
 void finish(const Job& job, int64_t head, int64_t part, float* memory) {
     const UnicacheAttention& a = job.a;
     const bool window = part + 1 == job.parts;

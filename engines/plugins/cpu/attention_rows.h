@@ -1,5 +1,5 @@
-// Rows of keys and values as a path reads them: numbers to floats, codes to vectors, scales of tokens and channels. Part of
-// attention_path.h, which says what must be defined before.
+// Rows of keys and values as a path reads them: numbers to floats, codes to vectors, scales of tokens and channels.
+// Part of attention_path.h, which says what must be defined before.
 #pragma once
 #include <math.h>
 #include <string.h>
@@ -58,6 +58,7 @@ struct Rows {
     // The scales of a block of tokens, one a channel.
     void channel_scales(int64_t block, float* out) const {
         widen(scales, type, block * channel_blocks, channel_blocks, out);
+        if (channels_each == 1) return;
         for (int64_t i = channel_blocks - 1, end = head_dim; i >= 0; end = least(i * channels_each, head_dim), i--) {
             const float scale = out[i];
             for (int64_t d = least(i * channels_each, head_dim); d < end; d++) out[d] = scale;
@@ -81,14 +82,23 @@ struct Rows {
         smallest = -top(least_negated), largest = top(most);
     }
 
-    // The scales of a block of channels, one a token. `room`: for those of all blocks of channels.
-    void token_scales(int64_t start, int64_t tokens, int64_t block, float* room, float* out) const {
+    // The scales of some tokens, for `of_tokens` to choose from.
+    const float* load_scales(int64_t start, int64_t tokens, float* out) const {
         const int64_t first = start / tokens_each, last = (start + tokens - 1) / tokens_each;
-        if (tokens_each * channel_blocks == 1) return widen(scales, type, start, tokens, out);
-        widen(scales, type, first * channel_blocks, (last - first + 1) * channel_blocks, room);
-        for (int64_t t = 0, left = (first + 1) * tokens_each - start; t < tokens; t++, left--) {
-            if (left == 0) room += channel_blocks, left = tokens_each;
-            out[t] = room[block];
+        widen(scales, type, first * channel_blocks, (last - first + 1) * channel_blocks, out);
+        return out;
+    }
+
+    // Of those, the scales of a block of channels, one a token.
+    void of_tokens(const float* loaded, int64_t start, int64_t tokens, int64_t block, float* out) const {
+        loaded += block;
+        if (tokens_each == 1) {
+            for (int64_t t = 0; t < tokens; t++) out[t] = loaded[t * channel_blocks];
+            return;
+        }
+        for (int64_t t = 0, left = tokens_each - start % tokens_each; t < tokens; t++, left--) {
+            if (left == 0) loaded += channel_blocks, left = tokens_each;
+            out[t] = *loaded;
         }
     }
 };
@@ -124,7 +134,7 @@ struct Queries {
 
     static int64_t room(int64_t, int64_t) { return 0; }  // floats of memory
     Queries(float*, int64_t, int64_t width) : rows(nullptr), width(width) {}
-    void set(const float* floats, int64_t) { rows = floats; }
+    void set(const float* floats, int64_t, bool) { rows = floats; }
 
     // Whether a path has a way of its own to read such codes, and that.
     static constexpr bool takes(const Rows&, Scales) { return false; }
@@ -139,7 +149,9 @@ struct Floats {
     int64_t half;
     static constexpr int64_t least_run() { return 0; }
     int64_t channel(int64_t first, int) const { return first; }
-    INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const { out[0] = load(rows + token * half + column); }
+    INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const {
+        out[0] = load(rows + token * half + column);
+    }
 };
 
 template <int PER_BYTE>
@@ -151,8 +163,10 @@ struct Codes {
     int64_t channel(int64_t first, int part) const { return first + part * half; }
     INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const {
         const int8_t* from = rows + token * half + column;
-        if constexpr (EACH == 1) out[0] = codes8(from);
-        else codes4(from, out[0], out[1]);
+        if constexpr (EACH == 1)
+            out[0] = codes8(from);
+        else
+            codes4(from, out[0], out[1]);
     }
 };
 
@@ -183,8 +197,10 @@ void unpack(const Rows& rows, bool whole, int64_t start, int64_t tokens, int64_t
         for (int64_t t = 0; t < tokens; t++)
             widen(rows.floats, rows.type, (start + t) * rows.head_dim, rows.head_dim, tile + t * width);
     } else if (whole) {
-        if (rows.bits == 8) unpack_rows(Codes<1>{codes, rows.bytes}, tokens, width, tile);
-        else unpack_rows(Codes<2>{codes, rows.bytes}, tokens, width, tile);
+        if (rows.bits == 8)
+            unpack_rows(Codes<1>{codes, rows.bytes}, tokens, width, tile);
+        else
+            unpack_rows(Codes<2>{codes, rows.bytes}, tokens, width, tile);
     } else {
         for (int64_t t = 0; t < tokens; t++) unpack_row(rows, codes + t * rows.bytes, tile + t * width);
     }

@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int LANES = 8, ROWS = 2, DIRECT = 2;
-typedef __m256 Vec;
+typedef float Vec __attribute__((vector_size(32)));  // not __m256, arrays of which GCC keeps in memory
 
 INLINE Vec load(const float* from) { return _mm256_loadu_ps(from); }
 INLINE void store(float* to, Vec x) { _mm256_storeu_ps(to, x); }
@@ -32,14 +32,18 @@ INLINE void sums(const Vec (&x)[N][4], float* out, int64_t stride) {
         _mm_storeu_ps(out + n * stride, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
     }
 }
-INLINE __m256i widened(const int8_t* from) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))); }
+INLINE __m256i widened(const int8_t* from) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
 INLINE Vec codes8(const int8_t* from) { return _mm256_cvtepi32_ps(widened(from)); }
 INLINE void codes4(const int8_t* from, Vec& low, Vec& high) {
     const __m256i bytes = widened(from);
     low = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(bytes, _mm256_set1_epi32(15)), _mm256_set1_epi32(8)));
     high = _mm256_cvtepi32_ps(_mm256_srai_epi32(bytes, 4));
 }
-INLINE Vec halves(const uint16_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
+INLINE Vec halves(const uint16_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
 INLINE void to_halves(uint16_t* to, Vec x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int LANES = 16, ROWS = 4, DIRECT = 4;
-typedef __m512 Vec;
+typedef float Vec __attribute__((vector_size(64)));  // not __m512, arrays of which GCC keeps in memory
 
 INLINE Vec load(const float* from) { return _mm512_loadu_ps(from); }
 INLINE void store(float* to, Vec x) { _mm512_storeu_ps(to, x); }
@@ -44,7 +44,9 @@ INLINE void sums(const Vec (&x)[N][4], float* out, int64_t stride) {
     store_quarters<N>(pairs(pairs(quarters[0], quarters[1]), pairs(quarters[2], quarters[3])), out, stride);
 }
 
-INLINE __m512i widened(const int8_t* from) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
+INLINE __m512i widened(const int8_t* from) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
 INLINE Vec codes8(const int8_t* from) { return _mm512_cvtepi32_ps(widened(from)); }
 INLINE void codes4(const int8_t* from, Vec& low, Vec& high) {
     const Vec of_low = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -52,7 +54,9 @@ INLINE void codes4(const int8_t* from, Vec& low, Vec& high) {
     low = _mm512_permutexvar_ps(bytes, of_low);  // by the low four bits
     high = _mm512_cvtepi32_ps(_mm512_srai_epi32(bytes, 4));
 }
-INLINE Vec halves(const uint16_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
+INLINE Vec halves(const uint16_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
 INLINE void to_halves(uint16_t* to, Vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

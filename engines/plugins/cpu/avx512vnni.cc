@@ -1,8 +1,8 @@
 // The path for AVX-512 with VNNI: codes of whole blocks of 64 channels are multiplied as the bytes that they are.
 //
-// Queries and weights become whole numbers of 24 bits, as exact as floats of the largest among them, in three bytes each:
-// four products of a byte and a code are one instruction, and a code is never turned into a float. The four codes in a
-// lane are four channels of a token for the logits, and four tokens of a channel for the output.
+// Queries and weights become whole numbers of 24 bits, as exact as floats of the largest among them, in three bytes
+// each: four products of a byte and a code are one instruction, and a code is never turned into a float. The four codes
+// in a lane are four channels of a token for the logits, and four tokens of a channel for the output.
 #if defined(__x86_64__)
 #include "avx512.h"
 
@@ -11,7 +11,7 @@
 namespace {
 
 typedef __m512i Bytes;
-typedef int32_t Sums __attribute__((vector_size(64)));  // not __m512i, arrays of which GCC keeps in memory
+typedef int32_t Sums __attribute__((vector_size(64)));          // not __m512i, arrays of which GCC keeps in memory
 constexpr int DIGITS = 3;                                       // bytes of a number, the lowest first
 constexpr int BLOCK = 64;                                       // channels
 constexpr float LEAST = 1e-30f;                                 // of the largest number: its inverse is finite
@@ -30,8 +30,8 @@ INLINE void store16(void* to, Sums lanes) {
     _mm_storeu_si128(static_cast<__m128i*>(to), _mm512_cvtepi32_epi8((Bytes)lanes));
 }
 
-// Rows of codes, a block of channels at a time. Of 4 bits, 64 channels are the low and the high halves of 32 bytes; of more,
-// a block is the low or the high halves of 64.
+// Rows of codes, a block of channels at a time. Of 4 bits, 64 channels are the low and the high halves of 32 bytes; of
+// more, a block is the low or the high halves of 64.
 enum Kind { EIGHT_BITS, FOUR_BITS_OF_64, FOUR_BITS };
 
 template <Kind KIND>
@@ -54,10 +54,22 @@ struct Blocks {
             return _mm512_xor_si512(_mm512_and_si512(x, nibble), _mm512_and_si512(high, _mm512_set1_epi8(8)));
         }
         const bool high = b * BLOCK >= bytes;
-        const Bytes x = _mm512_srl_epi64(load_bytes(row + (b * BLOCK - (high ? bytes : 0))), _mm_cvtsi32_si128(high ? 4 : 0));
+        const Bytes x =
+            _mm512_srl_epi64(load_bytes(row + (b * BLOCK - (high ? bytes : 0))), _mm_cvtsi32_si128(high ? 4 : 0));
         return _mm512_xor_si512(_mm512_and_si512(x, nibble), _mm512_set1_epi8(high ? 8 : 0));
     }
 };
+
+// Lane i of the result: all lanes of x[i] put together.
+template <class T, class F>
+INLINE T fold(const T (&x)[4], const F& f) {
+    const auto low = [](T a, T b) INLINED { return (T)_mm512_unpacklo_epi32((Bytes)a, (Bytes)b); };
+    const auto high = [](T a, T b) INLINED { return (T)_mm512_unpackhi_epi32((Bytes)a, (Bytes)b); };
+    const Bytes ab = (Bytes)f(low(x[0], x[1]), high(x[0], x[1])), cd = (Bytes)f(low(x[2], x[3]), high(x[2], x[3]));
+    T all = f((T)_mm512_unpacklo_epi64(ab, cd), (T)_mm512_unpackhi_epi64(ab, cd));
+    all = f(all, (T)_mm512_shuffle_i32x4((Bytes)all, (Bytes)all, 0x4e));
+    return f(all, (T)_mm512_shuffle_i32x4((Bytes)all, (Bytes)all, 0xb1));
+}
 
 // So many rows; where fewer are left, a copy of those, with anything behind.
 template <int MANY>
@@ -77,43 +89,62 @@ struct Digits : Queries {
 
     static int64_t room(int64_t rows, int64_t width) { return rows * (width + 4); }
     Digits(float* memory, int64_t rows, int64_t width)
-        : Queries(nullptr, rows, width), bytes(reinterpret_cast<int8_t*>(memory)), step(memory + rows * width),
+        : Queries(nullptr, rows, width),
+          bytes(reinterpret_cast<int8_t*>(memory)),
+          step(memory + rows * width),
           sums(reinterpret_cast<int32_t*>(step + rows)) {}
 
     template <class F>
     static void with_blocks(const Rows& rows, int64_t start, const F& f) {
         const int8_t* codes = rows.codes + start * rows.bytes;
-        if (rows.bits == 8) f(Blocks<EIGHT_BITS>{codes, rows.bytes, rows.head_dim});
-        else if (rows.head_dim == BLOCK) f(Blocks<FOUR_BITS_OF_64>{codes, rows.bytes, rows.head_dim});
-        else f(Blocks<FOUR_BITS>{codes, rows.bytes, rows.head_dim});
+        if (rows.bits == 8)
+            f(Blocks<EIGHT_BITS>{codes, rows.bytes, rows.head_dim});
+        else if (rows.head_dim == BLOCK)
+            f(Blocks<FOUR_BITS_OF_64>{codes, rows.bytes, rows.head_dim});
+        else
+            f(Blocks<FOUR_BITS>{codes, rows.bytes, rows.head_dim});
     }
     static bool takes(const Rows& rows, Scales scales) {
         if (!rows.codes || scales == Scales::unpacked || rows.head_dim > MOST_CHANNELS) return false;
+        // Digits of a query that are of use for a few tokens only take longer than they save.
+        if (scales == Scales::folded && rows.token_blocks > 1 && rows.tokens_each < TILE) return false;
         const bool whole = rows.head_dim == BLOCK || rows.head_dim % (rows.bits == 8 ? BLOCK : 2 * BLOCK) == 0;
         const int64_t each = rows.channels_each;
-        return whole && (scales != Scales::factors || rows.channel_blocks == 1 || each == BLOCK / 2 || each % BLOCK == 0);
+        return whole &&
+               (scales != Scales::factors || rows.channel_blocks == 1 || each == BLOCK / 2 || each % BLOCK == 0);
     }
 
-    void set(const float* queries, int64_t count) {
+    // Four rows at a time, so that what is one number a row takes as many steps as one row would.
+    void set(const float* queries, int64_t count, bool taken) {
         rows = queries;
-        if (width % BLOCK) return;
-        for (int64_t r = 0; r < count; r++) {
-            const float* row = queries + r * width;
-            Vec most = fill(LEAST);
-            for (int64_t d = 0; d < width; d += LANES) most = maximum(most, _mm512_abs_ps(load(row + d)));
-            step[r] = top(most) / SIGNED_TOP;
-            const Vec inverse = fill(1 / step[r]);
-            Sums of_all = {}, of_above = {}, of_top = {};
-            int8_t *low = bytes + r * DIGITS * width, *middle = low + width, *high = middle + width;
-            for (int64_t d = 0; d < width; d += LANES) {
-                const Sums all = (Sums)_mm512_cvtps_epi32(load(row + d) * inverse);
-                const Sums above = (all + 128) >> 8, top = (above + 128) >> 8;  // each digit is from -128 to 127
-                store16(low + d, all), store16(middle + d, above), store16(high + d, top);
-                of_all += all, of_above += above, of_top += top;
+        if (!taken) return;
+        for (int64_t first = 0; first < count; first += 4) {
+            const int64_t some = least(4, count - first);
+            Vec most[4];
+            for (int64_t r = 0; r < 4; r++) {
+                most[r] = fill(LEAST);
+                const float* row = queries + (first + least(r, some - 1)) * width;
+                for (int64_t d = 0; d < width; d += LANES) most[r] = maximum(most[r], _mm512_abs_ps(load(row + d)));
             }
-            const int32_t above = _mm512_reduce_add_epi32((Bytes)of_above), top = _mm512_reduce_add_epi32((Bytes)of_top);
-            sums[r * DIGITS] = _mm512_reduce_add_epi32((Bytes)of_all) - 256 * above;
-            sums[r * DIGITS + 1] = above - 256 * top, sums[r * DIGITS + 2] = top;
+            float largest[LANES], inverse[LANES];
+            const Vec tops = fold<Vec>(most, [](Vec a, Vec b) INLINED { return maximum(a, b); });
+            store(largest, tops * fill(1 / SIGNED_TOP)), store(inverse, fill(SIGNED_TOP) / tops);
+            Sums sum[DIGITS][4] = {};
+            for (int64_t r = 0; r < some; r++) {
+                const float* row = queries + (first + r) * width;
+                int8_t *low = bytes + (first + r) * DIGITS * width, *middle = low + width, *high = middle + width;
+                for (int64_t d = 0; d < width; d += LANES) {
+                    const Sums all = (Sums)_mm512_cvtps_epi32(load(row + d) * fill(inverse[r]));
+                    const Sums above = (all + 128) >> 8, top = (above + 128) >> 8;  // each digit is from -128 to 127
+                    store16(low + d, all), store16(middle + d, above), store16(high + d, top);
+                    sum[0][r] += all - (above << 8), sum[1][r] += above - (top << 8), sum[2][r] += top;
+                }
+                step[first + r] = largest[r];
+            }
+            for (int k = 0; k < DIGITS; k++) {
+                const Sums of_rows = fold<Sums>(sum[k], [](Sums a, Sums b) INLINED { return a + b; });
+                for (int64_t r = 0; r < some; r++) sums[(first + r) * DIGITS + k] = of_rows[r];
+            }
         }
     }
 };
@@ -143,7 +174,8 @@ INLINE void by_token(const Blocks<KIND>& keys, const int8_t* rows, int64_t b, By
         const Bytes xy = _mm512_unpacklo_epi32(x, y), xy_high = _mm512_unpackhi_epi32(x, y);
         const Bytes zw = _mm512_unpacklo_epi32(z, w), zw_high = _mm512_unpackhi_epi32(z, w);
         dwords[0][group] = _mm512_unpacklo_epi64(xy, zw), dwords[1][group] = _mm512_unpackhi_epi64(xy, zw);
-        dwords[2][group] = _mm512_unpacklo_epi64(xy_high, zw_high), dwords[3][group] = _mm512_unpackhi_epi64(xy_high, zw_high);
+        dwords[2][group] = _mm512_unpacklo_epi64(xy_high, zw_high),
+        dwords[3][group] = _mm512_unpackhi_epi64(xy_high, zw_high);
     });
     repeat<4>([&](auto j) INLINED {
         Bytes of_tokens[4];
@@ -154,7 +186,8 @@ INLINE void by_token(const Blocks<KIND>& keys, const int8_t* rows, int64_t b, By
 
 // Logits of N query rows and 32 keys.
 template <int N>
-INLINE void multiply(const Digits& queries, int64_t row, const Bytes (&keys)[2][MOST_CHANNELS / 4], int offset, float* out) {
+INLINE void multiply(const Digits& queries, int64_t row, const Bytes (&keys)[2][MOST_CHANNELS / 4], int offset,
+                     float* out) {
     const int64_t width = queries.width;
     const int8_t* digits = queries.bytes + row * DIGITS * width;
     Sums sum[N][DIGITS][2];
@@ -175,13 +208,15 @@ INLINE void multiply(const Digits& queries, int64_t row, const Bytes (&keys)[2][
     }
     repeat<N>([&](auto n) INLINED {
         repeat<2>([&](auto g) INLINED {
-            store(out + n * TILE + 16 * g, value_of(sum[n][0][g], sum[n][1][g], sum[n][2][g]) * fill(queries.step[row + n]));
+            store(out + n * TILE + 16 * g,
+                  value_of(sum[n][0][g], sum[n][1][g], sum[n][2][g]) * fill(queries.step[row + n]));
         });
     });
 }
 
 template <int N, Kind KIND>
-INLINE void logits(const Digits& queries, int64_t row, const Blocks<KIND>& keys, int64_t first, int64_t last, float* out) {
+INLINE void logits(const Digits& queries, int64_t row, const Blocks<KIND>& keys, int64_t first, int64_t last,
+                   float* out) {
     Whole<32> whole;
     for (int64_t t = first; t < last; t += 32) {
         const int8_t* rows = whole.at(keys.rows + t * keys.bytes, last - t, keys.bytes);
@@ -207,7 +242,8 @@ struct Weights {
             Sums sum = {};
             for (int64_t t = 0; t < TILE; t += LANES) {
                 const Sums all = (Sums)_mm512_cvtps_epi32(load(weights + t) * inverse);
-                store16(digits[n][0] + t, all), store16(digits[n][1] + t, all >> 8), store16(digits[n][2] + t, all >> 16);
+                store16(digits[n][0] + t, all), store16(digits[n][1] + t, all >> 8),
+                    store16(digits[n][2] + t, all >> 16);
                 sum += all;
             }
             total[n] = _mm512_reduce_add_ps(floats(sum)) * step;
@@ -215,8 +251,8 @@ struct Weights {
     }
 };
 
-// output = output * shrink + weights @ values, for rows ROW .. ROW + N - 1 of the weights and a block of channels. SAME: its
-// halves have the same weights.
+// output = output * shrink + weights @ values, for rows ROW .. ROW + N - 1 of the weights and a block of channels.
+// SAME: its halves have the same weights.
 template <int N, int ROW, bool SAME, int ROWS_OF, Kind KIND>
 INLINE void mix_block(const Weights<ROWS_OF> (&weights)[2], const Blocks<KIND>& values, int64_t tokens, int64_t b,
                       const float* shrink, int64_t width, float* output) {
@@ -263,8 +299,8 @@ INLINE void mix_block(const Weights<ROWS_OF> (&weights)[2], const Blocks<KIND>& 
 }
 
 template <int N, Kind KIND>
-INLINE void mix_columns(const float* const (&of)[2], float most, const Blocks<KIND>& values, int64_t tokens, int64_t first,
-                        int64_t last, const float* shrink, int64_t width, float* output) {
+INLINE void mix_columns(const float* const (&of)[2], float most, const Blocks<KIND>& values, int64_t tokens,
+                        int64_t first, int64_t last, const float* shrink, int64_t width, float* output) {
     Weights<N> weights[2];
     weights[0].set(of[0], most);
     weights[1].step = weights[0].step;
@@ -272,8 +308,10 @@ INLINE void mix_columns(const float* const (&of)[2], float most, const Blocks<KI
     for (int64_t b = first / BLOCK; b < last / BLOCK; b++)
         repeat<(N + 1) / 2>([&](auto half) INLINED {  // two rows are as many sums as there are registers for
             constexpr int ROW = 2 * half, SOME = N - ROW < 2 ? N - ROW : 2;
-            if (of[0] == of[1]) mix_block<SOME, ROW, true>(weights, values, tokens, b, shrink, width, output);
-            else mix_block<SOME, ROW, false>(weights, values, tokens, b, shrink, width, output);
+            if (of[0] == of[1])
+                mix_block<SOME, ROW, true>(weights, values, tokens, b, shrink, width, output);
+            else
+                mix_block<SOME, ROW, false>(weights, values, tokens, b, shrink, width, output);
         });
 }
 

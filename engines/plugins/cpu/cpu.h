@@ -7,8 +7,8 @@ extern "C" {
 
 enum { UNICACHE_INVALID = 1, UNICACHE_NO_MEMORY = 2 };
 
-// Runs task(data, 0) .. task(data, count - 1) on any threads in any order and returns when all are done: 0, or an error.
-// NULL instead of it: the caller's thread does all.
+// Runs task(data, 0) .. task(data, count - 1) on any threads in any order and returns when all are done: 0, or an
+// error. NULL instead of it: the caller's thread does all.
 struct UnicacheThreads {
     int (*run)(void* context, void (*task)(void* data, size_t index), size_t count, void* data);
     void* context;

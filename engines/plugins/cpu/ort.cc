@@ -1,5 +1,5 @@
-// Registers the CPU kernels with ONNX Runtime as the operators unicache::QuantKVAttention and unicache::TopKGather: where
-// this library is registered a node runs the kernel, elsewhere the function body that its model brings.
+// Registers the CPU kernels with ONNX Runtime as the operators unicache::QuantKVAttention and unicache::TopKGather:
+// where this library is registered a node runs the kernel, elsewhere the function body that its model brings.
 #include <array>
 #include <deque>
 #include <memory>
@@ -127,15 +127,22 @@ class QuantKVAttention {
     float scale;
     int64_t bits[2], masses = 1;  // masses 0: no node reads them, and they are not computed
 
-    UnicacheStore store(const Run& run, const Tensor& codes, const Tensor& scale, int64_t bits, const Shape& rows) const {
+    UnicacheStore store(const Run& run, const Tensor& codes, const Tensor& scale, int64_t bits,
+                        const Shape& rows) const {
         const int64_t head_dim = rows[3], bytes = bits == 8 ? head_dim : (head_dim + 1) / 2;
         run.expect(codes, {rows[0], rows[1], rows[2], bytes});
         const auto fits = [](int64_t blocks, int64_t size) { return blocks <= size && (blocks > 0 || size == 0); };
         if ((scale.shape[0] != 1 && scale.shape[0] != rows[0]) || scale.shape[1] != rows[1] ||
             !(scale.shape[2] == 1 || fits(scale.shape[2], rows[2])) || !fits(scale.shape[3], head_dim))
-            run.refuse(std::string(scale.name) + " is " + text(scale.shape) + ", which does not fit rows of " + text(rows));
-        return {static_cast<const int8_t*>(codes.data), scale.data,     scale.floats(), bits, scale.shape[0],
-                scale.shape[2],                         scale.shape[3]};
+            run.refuse(std::string(scale.name) + " is " + text(scale.shape) + ", which does not fit rows of " +
+                       text(rows));
+        return {static_cast<const int8_t*>(codes.data),
+                scale.data,
+                scale.floats(),
+                bits,
+                scale.shape[0],
+                scale.shape[2],
+                scale.shape[3]};
     }
 
 public:
@@ -159,11 +166,13 @@ public:
         const Tensor key_window = run.input(6, "key_window", 4), value_window = run.input(7, "value_window", 4);
         const Tensor window_bias = run.input(8, "window_bias", 3);
 
-        const int64_t batch = query.shape[0], heads = query.shape[1], queries = query.shape[2], head_dim = query.width();
+        const int64_t batch = query.shape[0], heads = query.shape[1], queries = query.shape[2],
+                      head_dim = query.width();
         const int64_t kv_heads = key_store.shape[1], slots = key_store.shape[2], window = key_window.shape[2];
         const Shape rows{batch, kv_heads, slots, head_dim};
         if (head_dim == 0 || kv_heads == 0 || heads % kv_heads)
-            run.refuse("query is " + text(query.shape) + ", which does not fit " + std::to_string(kv_heads) + " KV heads");
+            run.refuse("query is " + text(query.shape) + ", which does not fit " + std::to_string(kv_heads) +
+                       " KV heads");
         run.expect(store_bias, {batch, kv_heads, slots});
         run.expect(key_window, {batch, kv_heads, window, head_dim});
         run.expect(value_window, key_window.shape);
@@ -200,11 +209,10 @@ public:
 
     void operator()(Run& run) const {
         const Tensor score = run.input(0, "score", 3);
-        const std::array<Tensor, 4> tensors{run.input(1, "key", 4), run.input(2, "value", 4), run.input(3, "positions", 3),
-                                            run.input(4, "bias", 3)};
+        const std::array<Tensor, 4> tensors{run.input(1, "key", 4), run.input(2, "value", 4),
+                                            run.input(3, "positions", 3), run.input(4, "bias", 3)};
         const int64_t heads = score.shape[0] * score.shape[1], tokens = score.shape[2];
-        if (k < 0 || k > tokens)
-            run.refuse("k is " + std::to_string(k) + ", of " + std::to_string(tokens) + " tokens");
+        if (k < 0 || k > tokens) run.refuse("k is " + std::to_string(k) + ", of " + std::to_string(tokens) + " tokens");
         Shape kept = score.shape;
         kept[2] = k;
         std::array<UnicacheRows, 4> rows;
@@ -232,7 +240,8 @@ public:
     }
 };
 
-// An operator for some types of its inputs and outputs; ONNX Runtime takes those of one name together and picks by types.
+// An operator for some types of its inputs and outputs; ONNX Runtime takes those of one name together and picks by
+// types.
 struct Registered : ort::Operator {
     std::vector<int> input_types, output_types;
 };
@@ -293,8 +302,8 @@ ort::Domain* domain() {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(
-    ort::SessionOptions* options, const ort::ApiBase* base) {
+extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(ort::SessionOptions* options,
+                                                                                 const ort::ApiBase* base) {
     api = base->table(ort::API_VERSION);
     if (!api) {
         const std::string message = std::string("unicache operators need ONNX Runtime 1.") +

@@ -1,14 +1,15 @@
-// What custom operators need of ONNX Runtime's C API, declared by hand, so that the library builds with a compiler alone.
+// What custom operators need of ONNX Runtime's C API, declared by hand, so that the library builds with a compiler
+// alone.
 //
-// The API is a table of functions that only grows at its end: a slot's number and its function's type never change. This
-// file holds the numbers of the slots called here and the layout of OrtCustomOp, as of API version 20.
+// The API is a table of functions that only grows at its end: a slot's number and its function's type never change.
+// This file holds the numbers of the slots called here and the layout of OrtCustomOp, as of API version 20.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace ort {
 
-constexpr uint32_t API_VERSION = 20;  // of ONNX Runtime 1.20
+constexpr uint32_t API_VERSION = 20;                                    // of ONNX Runtime 1.20
 constexpr int INVALID_ARGUMENT = 2, RUNTIME_EXCEPTION = 6;              // OrtErrorCode
 constexpr int FLOAT = 1, INT8 = 3, INT32 = 6, INT64 = 7, FLOAT16 = 10;  // ONNXTensorElementDataType
 constexpr int ANY = 0;                                                  // of a custom operator's input: every type
@@ -34,9 +35,7 @@ Result call(Table table, Arguments... arguments) {
     return reinterpret_cast<Result (*)(Arguments...)>(table[Slot])(arguments...);
 }
 
-inline Status* create_status(Table api, int code, const char* message) {
-    return call<0, Status*>(api, code, message);
-}
+inline Status* create_status(Table api, int code, const char* message) { return call<0, Status*>(api, code, message); }
 inline Status* create_domain(Table api, const char* name, Domain** out) { return call<26, Status*>(api, name, out); }
 inline Status* add_operator(Table api, Domain* domain, const struct Operator* op) {
     return call<27, Status*>(api, domain, op);

@@ -66,12 +66,14 @@ uint16_t half_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
-    if (size > 0x7f800000) return sign | 0x7e00;                                        // not a number
-    if (size >= 0x477ff000) return sign | 0x7c00;                                       // infinite, or becomes so
+    if (size > 0x7f800000) return sign | 0x7e00;                                              // not a number
+    if (size >= 0x477ff000) return sign | 0x7c00;                                             // infinite, or becomes so
     if (size < 0x38800000) return sign | static_cast<uint16_t>(rintf(ldexpf(fabsf(x), 24)));  // below the normal ones
     return sign | ((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
 }
-INLINE Vec halves(const uint16_t* from) { return Vec{float_of(from[0]), float_of(from[1]), float_of(from[2]), float_of(from[3])}; }
+INLINE Vec halves(const uint16_t* from) {
+    return Vec{float_of(from[0]), float_of(from[1]), float_of(from[2]), float_of(from[3])};
+}
 INLINE void to_halves(uint16_t* to, Vec x) {
     for (int i = 0; i < LANES; i++) to[i] = half_of(x[i]);
 }
