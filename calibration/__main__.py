@@ -1,4 +1,4 @@
-"""python -m calibration COMMAND: what layers and heads look at, which layers need their tokens, what fits a device."""
+"""python -m calibration COMMAND: what layers and heads look at, the tokens and bits that layers need, what fits."""
 
 from __future__ import annotations
 
@@ -33,6 +33,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     sensitivity.add_argument("--least", type=_share, default=0.0, help="share of every layer, at least")
     sensitivity.add_argument("--later", action="store_true", help="the question comes after the compression")
     sensitivity.add_argument("--limit", type=positive, metavar="N", help="measure on the first N samples only")
+    precision = commands.add_parser("precision", help="measure what each layer loses in few bits, and choose by it")
+    precision.set_defaults(run=_precision)
+    precision.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
+    precision.add_argument("--samples", type=Path, help="folder with samples.jsonl (default: CHECKPOINT/samples)")
+    precision.add_argument(
+        "--recipe", default="balanced", help="its [quantize] sets the methods' common knobs (default: balanced)"
+    )
+    precision.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help="to choose from, the narrowest first (default: int4 k8v4 int8 float16)",
+    )
+    precision.add_argument(
+        "--limit-kl",
+        type=_nats,
+        default=0.001,
+        metavar="X",
+        help="what all layers may lose, nats a token of an answer, each an equal share (default: 0.001)",
+    )
+    precision.add_argument("--later", action="store_true", help="the question comes after the compression")
+    precision.add_argument("--limit", type=positive, metavar="N", help="measure on the first N samples only")
+    precision.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     attention = commands.add_parser("map", help="measure what every layer and head looks at, and what it caches")
     attention.set_defaults(run=_map)
     attention.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
@@ -94,6 +117,16 @@ def _share(text: str) -> float:
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
     return share
+
+
+def _nats(text: str) -> float:
+    try:
+        nats = float(text)
+    except ValueError:
+        nats = -1.0
+    if not 0 < nats < 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return nats
 
 
 def _size(text: str) -> float:
@@ -173,6 +206,55 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
         print(f"{layer:5} " + "".join(f"{loss:8.3f}" for loss in row))
     print(f'\n[budget]\nmethod = "measured"\nkeep = {arguments.keep}')
     print(f"shares = [{', '.join(f'{share:.4f}' for share in shares)}]")
+
+
+def _precision(arguments: argparse.Namespace) -> None:
+    import json
+
+    from calibration import precision, samples
+    from calibration.prepare import prepare
+    from export import checkpoint as checkpoints
+    from export import recipe as recipes
+
+    recipe = recipes.load(arguments.recipe, arguments.checkpoint)
+    tables = precision.tables(recipe, arguments.methods or precision.METHODS)
+    methods = [precision.method_of(recipe, table) for table in tables]
+    chosen = samples.read(arguments.samples or arguments.checkpoint / "samples")[: arguments.limit]
+    checkpoint = checkpoints.load(arguments.checkpoint)
+    layers = range(checkpoint.decoder.num_layers)
+    with _progress() as bar:
+        # Layers are those of the decoder that the recipe makes; calibrated is what any of the methods needs.
+        every = precision.method_of(recipe, {"method": "by-layer", "layers": tables})
+        recipe = dataclasses.replace(recipe, quantize=every)
+        found = prepare(checkpoint, {recipe.name: recipe}, chosen)[recipe.name]
+        checkpoint = dataclasses.replace(checkpoint, decoder=found.decoder)
+        known = found.statistics
+        ways = [[precision.through(method, known[layer] if known else None) for method in methods] for layer in layers]
+        task = bar.add_task("samples", total=2 * len(chosen))
+
+        def measured(choices: list[dict[int, precision.Through]]):
+            return precision.measure(
+                checkpoint, recipe, chosen, choices, arguments.later, progress=lambda: bar.advance(task)
+            )
+
+        losses = measured([{layer: way} for layer in layers for way in ways[layer]]).reshape(len(layers), -1)
+        best = precision.choose(losses, arguments.limit_kl)
+        together = measured([{layer: ways[layer][i] for layer, i in enumerate(best)}])[0]
+    if arguments.json:
+        figures = {"methods": tables, "kl": losses.tolist(), "chosen": best, "kl_together": together}
+        print(json.dumps({"samples": len(chosen), "limit_kl": arguments.limit_kl, **figures}))
+        return
+    share = arguments.limit_kl / len(layers)
+    print(f"KL of the answer's logits, nats a token, where one layer is quantized; {len(chosen)} samples")
+    print("layer " + "".join(f"{table['method']:>12}" for table in tables))
+    for layer, row in enumerate(losses):
+        cells = (f"{loss:11.1e}{'*' if i == best[layer] else ' '}" for i, loss in enumerate(row))
+        print(f"{layer:5} {''.join(cells)}".rstrip())
+    print(f"* the narrowest of at most {share:.1e}, a layer's share of {arguments.limit_kl:g}")
+    print(f"all layers as chosen: {together:.1e}")
+    if unfit := [layer for layer, i in enumerate(best) if losses[layer, i] > share]:
+        print(f"layers that lose more by every method: {', '.join(map(str, unfit))}")
+    print(f"\n{precision.fragment([tables[i] for i in best])}")
 
 
 def _map(arguments: argparse.Namespace) -> None:

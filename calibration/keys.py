@@ -1,4 +1,4 @@
-"""Where each layer's keys and values lie: the mean key of every head, and the range of every channel."""
+"""Where each layer's keys and values lie: the mean key of every head, the range of every channel, and some rows."""
 
 from __future__ import annotations
 
@@ -31,13 +31,29 @@ class Range:
         return torch.maximum(self.high - center, center - self.low)
 
 
+class Drawn:
+    """At most so many of the rows seen so far, any as likely as any other, [kv_heads, rows, head_dim]."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.rows = most, torch.empty(0)
+        self.lots, self.generator = torch.empty(0), torch.Generator().manual_seed(0)
+
+    def see(self, rows: Tensor) -> None:
+        """Rows [kv_heads, tokens, head_dim]: each draws a lot, and the lowest lots stay."""
+        lots = torch.cat([self.lots, torch.rand(rows.shape[1], generator=self.generator)])
+        stay = lots.argsort(stable=True)[: self.most]
+        both = torch.cat([self.rows, rows], dim=1) if len(self.lots) else rows
+        self.lots, self.rows = lots[stay], both[:, stay]
+
+
 def key_statistics(
-    checkpoint: Checkpoint, samples: Sequence[Sample], progress: Callable[[], None] = lambda: None
+    checkpoint: Checkpoint, samples: Sequence[Sample], progress: Callable[[], None] = lambda: None, rows: int = 0
 ) -> list[KeyStatistics]:
     """Run the samples through the decoder and measure its values and its keys after RoPE.
 
     Args:
         progress: called once a sample.
+        rows: keys and values to draw by the same lots from those of all samples; 0: none, and they are left out.
 
     Returns:
         One a layer: the mean over all tokens of all samples, and the largest distance from it, or from 0, of a channel.
@@ -45,11 +61,14 @@ def key_statistics(
     layers = checkpoint.decoder.num_layers
     total: list[Tensor | float] = [0.0] * layers
     ranges = [[Range() for _ in range(4)] for _ in range(layers)]
+    drawn = [[Drawn(rows) for _ in range(2 if rows else 0)] for _ in range(layers)]
 
     def see(layer: int, keys: Tensor, values: Tensor) -> None:
         total[layer] = total[layer] + keys.sum(dim=1)
-        for known, rows in zip(ranges[layer], (keys, values, rotate(keys), rotate(values)), strict=True):
-            known.see(rows)
+        for known, seen in zip(ranges[layer], (keys, values, rotate(keys), rotate(values)), strict=True):
+            known.see(seen)
+        for some, seen in zip(drawn[layer], (keys, values), strict=False):
+            some.see(seen)
 
     tokens = observe(checkpoint, samples, see, progress)
     statistics = []
@@ -63,6 +82,7 @@ def key_statistics(
                 value_absmax=values.around(zero),
                 rotated_absmax=rotated_keys.around(rotate(center)),
                 rotated_value_absmax=rotated_values.around(zero),
+                **{f"{what}_rows": some.rows for what, some in zip(("key", "value"), drawn[layer], strict=False)},
             )
         )
     return statistics

@@ -181,7 +181,8 @@ class Planner:
         state, prompt_tokens = self.state(recipe, chat), self.prompt(chat)[0]
         fp16 = (prompt_tokens + chat.answer) * self.checkpoint.decoder.fp16_token_bytes
         with torch.device("meta"):
-            known = [KeyStatistics(*(torch.zeros(h, decoder.head_dim) for _ in range(5))) for h in decoder.kv_heads]
+            shapes = [(heads, decoder.head_dim) for heads in decoder.kv_heads]
+            known = [KeyStatistics(*[torch.zeros(s)] * 5, *[torch.zeros(s)[:, None]] * 2) for s in shapes]
             vision = run(Vision(self.checkpoint.encoder, recipe, *self.checkpoint.pixel_size, decoder))
             prefill, decode = run(Prefill(state, known)), Decode(state, known)
             compact = run(Compact(state, known)).flops if state.compacts else 0

@@ -16,6 +16,8 @@ from export.pipeline import Prepared
 from export.recipe import Recipe
 from export.stages.heads import HeadMoments, Heads
 
+ROWS = 2048  # of keys and of values, of every layer, that static scales by percentile and mean squared error are of
+
 
 def prepare(
     checkpoint: Checkpoint,
@@ -32,6 +34,7 @@ def prepare(
     checkpoints: dict[str, Checkpoint] = {}  # with each decoder, by the settings that change it
     moments: dict[str, list[HeadMoments]] = {}
     statistics: dict[str, list[KeyStatistics]] = {}
+    rows = ROWS if any(recipe.quantize.needs_rows for recipe in recipes.values()) else 0
     prepared = {}
     for name, recipe in recipes.items():
         heads, note, known = recipe.heads, "", None
@@ -49,7 +52,7 @@ def prepare(
                 checkpoints[key] = _with(checkpoint, *folded)
         if recipe.quantize.calibrated:
             if key not in statistics:
-                statistics[key] = key_statistics(checkpoints[key], samples, task("calibrating keys"))
+                statistics[key] = key_statistics(checkpoints[key], samples, task("calibrating keys"), rows)
             known = statistics[key]
         prepared[name] = Prepared(checkpoints[key].decoder, known, note)
     return prepared

@@ -56,7 +56,10 @@ def parse(kind: type[T], data: Any, where: str) -> T:
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in args:
             return None  # type: ignore[return-value]
-        return parse(_choose([a for a in args if a is not type(None)], data, where), data, where)
+        kinds = [a for a in args if a is not type(None)]
+        if len(kinds) > 1 and isinstance(data, str):  # a method's name alone: with its defaults
+            data = {"method": data}
+        return parse(_choose(kinds, data, where), data, where)
     if origin is typing.Literal:
         if not any(type(arg) is type(data) and arg == data for arg in args):  # 2.0 is no 2, and True no 1
             raise UserError(f"{where}: {data!r} is none of {', '.join(map(repr, args))}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -42,16 +44,20 @@ class Stateful(Graph):
         super().__init__()
         self.state = state
         layers = state.decoder.num_layers
+        known: Sequence[KeyStatistics | None] = statistics if statistics else [None] * layers
+        recipes = [replace(state.recipe, quantize=own) for own in state.quantize]  # type: ignore[arg-type]  # a method
         self.compress = nn.ModuleList(
-            Compress(state.recipe, slots, layer / layers, statistics[layer] if statistics else None)
-            for layer, slots in enumerate(state.capacities)
+            Compress(recipe, slots, layer / layers, known[layer])
+            for layer, (recipe, slots) in enumerate(zip(recipes, state.capacities, strict=True))
         )
-        centers = [known.center for known in statistics or []] if state.recipe.quantize.center else []
+        centers = [each.center for each in statistics or []] if any(own.center for own in state.quantize) else []
         self.register_buffer("center", torch.cat(centers)[:, None] if centers else None)
 
     def center_of(self, layer: int) -> Tensor | None:
         """What is subtracted from a layer's keys, [kv_heads, 1, head_dim]."""
-        return None if self.center is None else self.center[self.state.decoder.heads(layer)]
+        if self.center is None or not self.state.quantize[layer].center:
+            return None
+        return self.center[self.state.decoder.heads(layer)]
 
     def layer(self, index: int) -> Compress:
         return typing.cast(Compress, self.compress[index])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
 from engines.bundle import Shortened, TensorSpec
 from engines.errors import UserError
 from export.recipe import Recipe
+from export.stages.quantize.quantize import Quantize
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class State:
     length: int
     batch: int = 1
 
+    @cached_property
+    def quantize(self) -> Sequence[Quantize]:
+        """How each layer's store holds keys and values."""
+        return self.recipe.quantize.by_layer(self.decoder.num_layers)
+
     @property
     def shortened(self) -> Shortened | None:
         """What is left of a prompt behind `shorten.layer`; None if that is all of it.
@@ -98,7 +106,8 @@ class State:
                 f"recipe {self.recipe.name}: kv_bytes = {budget.kv_bytes} leaves {slots:.1f} slots a layer beside the "
                 f"window of {self.window} in a bucket of {self.length} tokens: raise kv_bytes or shorten the window"
             )
-        if len(set(self.decoder.kv_heads)) > 1:  # a slot costs less in some layers: the mean slot depends on the shares
+        unlike = len(set(zip(self.decoder.kv_heads, map(str, self.quantize), strict=True))) > 1
+        if unlike:  # a slot costs less in some layers: the mean slot depends on the shares
             for _ in range(8):
                 slots *= allowed / (self._nbytes(budget.capacities(slots, layers, self.lengths)) - window)
         capacities = budget.capacities(slots, layers, self.lengths)
@@ -142,7 +151,7 @@ class State:
         for layer, slots in enumerate(capacities):
             heads = [self.batch, d.kv_heads[layer]]
             store = {
-                **self.recipe.quantize.specs(heads, slots, d.head_dim),
+                **self.quantize[layer].specs(heads, slots, d.head_dim),
                 "store_bias": ("float16", [*heads, slots]),
                 "store_positions": ("int32", [*heads, slots]),
                 "store_mass": ("float32", [*heads, slots]),

@@ -19,7 +19,6 @@ from engines.bundle import Bundle
 from engines.config import parse
 from export import checkpoint as checkpoints
 from export.checkpoint import Checkpoint
-from export.compress import KeyStatistics
 from export.graphs import Prefill, State
 from export.recipe import Recipe
 from tests.export import tiny
@@ -172,8 +171,7 @@ def test_every_method_is_planned_as_its_prefill_allocates(
     recipe = parse(Recipe, {"name": "test", **TABLES, slot: {**TABLES.get(slot, {}), **table}}, "test")
     row = Planner(skeleton, devices()["h200"], "fp16", 0, Chat(images=8, text=4)).row(recipe)
     decoder = loaded.decoder
-    known = [KeyStatistics(*(torch.ones(heads, decoder.head_dim) for _ in range(5))) for heads in decoder.kv_heads]
-    prefill = Prefill(State(decoder, recipe, row.bucket), known).eval()
+    prefill = Prefill(State(decoder, recipe, row.bucket), tiny.statistics(decoder)).eval()
     with torch.no_grad():
         made = prefill(*(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in prefill.inputs.values()))
     state = [tensor for name, tensor in zip(prefill.outputs, made, strict=True) if name != "logits"]

@@ -14,18 +14,17 @@ from typing import Any
 
 import onnx
 import pytest
-import torch
 
 from engines import trt
 from engines.config import parse
 from engines.errors import UserError
 from export.checkpoint import Checkpoint
-from export.compress import KeyStatistics
 from export.graphs import Compact, Decode, Graph, Prefill, State, Vision
 from export.recipe import Recipe
 from export.stages.stage import Stage
 from export.to_onnx import WeightFile, export
 from export.verify import TOLERANCE, largest_error
+from tests.export import tiny
 
 LENGTH = 48
 TABLES: dict[str, dict[str, Any]] = {
@@ -40,6 +39,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "pyramid": {"entropy": [1.0, 2.0, 3.0]},
     "fastv": {"keep": 0.7},
     "tome": {"rates": [0.1, 0.2]},
+    "by-layer": {"layers": ["int4", "int8", "int4"]},
 }
 MORE: dict[str, list[dict[str, Any]]] = {
     "perception": [
@@ -60,6 +60,10 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"method": "kivi", "bits": 3, "group": 8},
         {"method": "turboquant", "bits": 2, "group": 6},
         {"method": "kivi", "bits": 4, "rotate": True, "scales": "float32"},
+        {"method": "int8", "scale": "percentile", "rotate": True},
+        {"method": "per-head", "scale": "mse"},
+        {"method": "by-layer", "layers": ["float16", "kivi", "mixed"]},
+        {"method": "by-layer", "layers": ["k8v4", {"method": "int8", "center": False}, {"method": "per-head"}]},
     ],
     "shorten": [
         *({"method": "fastv", "keep": 0.7, "by": by} for by in ("diversity", "coverage", "random", "uniform")),
@@ -97,9 +101,7 @@ def graphs(checkpoint: Checkpoint, slot: str, table: dict[str, Any]) -> list[Gra
     recipe = parse(Recipe, {"name": "test", **TABLES, slot: {**TABLES.get(slot, {}), **table}}, "test")
     if slot == "perception":
         return [Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size, checkpoint.decoder)]
-    torch.manual_seed(0)
-    shapes = [(heads, checkpoint.decoder.head_dim) for heads in checkpoint.decoder.kv_heads]
-    known = [KeyStatistics(torch.randn(shape), *[torch.full(shape, 4.0)] * 4) for shape in shapes]
+    known = tiny.statistics(checkpoint.decoder)
     state = State(checkpoint.decoder, recipe, LENGTH, batch=2)
     return [kind(state, known) for kind in (Prefill, Decode, Compact)]
 

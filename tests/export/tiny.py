@@ -20,7 +20,8 @@ from demo_vlm.vocabulary import TOKEN_IDS
 from engines.bundle import TensorSpec
 from engines.config import parse
 from export.checkpoint import Checkpoint
-from export.graphs import NEW, Compact, Decode, Prefill
+from export.compress import KeyStatistics
+from export.graphs import NEW, Compact, Decode, Decoder, Prefill
 from export.recipe import Recipe
 
 IMAGE_SIZE, PATCH = 64, 16
@@ -104,6 +105,19 @@ def recipe(**tables: Any) -> Recipe:
     for name, value in tables.items():
         defaults[name] = {**defaults.get(name, {}), **value} if isinstance(value, dict) else value
     return parse(Recipe, defaults, "test")
+
+
+def statistics(decoder: Decoder) -> list[KeyStatistics]:
+    """As calibration might have found them: all that any method of quantization asks for."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        KeyStatistics(
+            torch.randn(heads, decoder.head_dim, generator=generator),
+            *[torch.full((heads, decoder.head_dim), 4.0)] * 4,
+            *(torch.randn(heads, 50, decoder.head_dim, generator=generator) for _ in range(2)),
+        )
+        for heads in decoder.kv_heads
+    ]
 
 
 class Prompt(evaluate.Prompt):

@@ -36,7 +36,8 @@ class Blocks:
     Attributes:
         bits: of a code: 8, 4, 3 or 2.
         tokens, channels: at most so many share a scale: n tokens make ceil(n / tokens) blocks, as equal as they go.
-            None: all of them do. A scale of all tokens is static: calibrated, and a constant of the graph.
+            None: all of them do. A scale of all tokens is static: calibrated, and a constant of the graph; it has one
+            channel or all.
         offset: whether blocks store their smallest number.
         normal: whether the step is that of normal numbers.
         scales: dtype of scales and smallest numbers.
@@ -67,10 +68,13 @@ class Blocks:
             specs[f"{name}_low"] = (self.scales, grid)
         return specs
 
-    def static_scale(self, absmax: Tensor) -> Tensor:
-        """Scales of calibrated ranges: [kv_heads, head_dim] -> [1, kv_heads, 1, blocks], float32."""
-        largest = _blocks(absmax[None, :, None], self._grid(1, absmax.shape[-1]), 0.0).amax(dim=(3, 5))
-        return largest.clamp(min=SMALLEST * self.qmax) / self.qmax
+    def numbers(self, rows: Tensor) -> Tensor:
+        """What shares a static scale: rows [kv_heads, tokens, head_dim] -> [kv_heads, blocks, numbers]."""
+        return rows.transpose(1, 2).unflatten(1, (self._grid(1, rows.shape[-1])[1], -1)).flatten(2)
+
+    def static_scale(self, ranges: Tensor) -> Tensor:
+        """Scales of calibrated ranges: [kv_heads, blocks] -> [1, kv_heads, 1, blocks], float32."""
+        return (ranges.clamp(min=SMALLEST * self.qmax) / self.qmax)[None, :, None]
 
     def quantize(self, name: str, rows: Tensor, real: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
         """Rows, and which of their slots are not empty, [batch, kv_heads, slots] -> the tensors of `specs`.

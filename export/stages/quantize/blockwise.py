@@ -12,6 +12,7 @@ import export.operators  # noqa: F401  registers torch.ops.unicache
 from export.attention import store_window_attention
 from export.stages.quantize.blocks import Blocks
 from export.stages.quantize.quantize import KeyStatistics, Quantize, Specs
+from export.stages.quantize.ranges import least_error, percentile
 from export.stages.quantize.rotation import rotate
 from export.stages.tokens import Tokens
 
@@ -25,15 +26,23 @@ class Blockwise(Quantize):
         rotate: whether keys and values are rotated before they are quantized, and back when they are read. It spreads
             outlier channels over all of a head, which helps where channels share a scale.
         scales: dtype of the scales in the store. Static ones are constants of the graph and cost the state nothing.
-        margin: range of a static scale = margin x the largest magnitude seen in calibration.
+        scale: what sets the range of a static scale: `margin` x the largest magnitude seen in calibration, a
+            `percentile` of the magnitudes, or the least mean squared error. The latter two are of rows drawn from the
+            samples, and clamp what lies beyond.
+        margin: of the range by the largest magnitude: room for what calibration has not seen.
+        percentile: of the magnitudes, in (0, 100].
     """
 
     center: bool = True
     rotate: bool = False
     scales: Literal["float16", "float32"] = "float16"
+    scale: Literal["absmax", "percentile", "mse"] = "absmax"
     margin: float = 1.1
+    percentile: float = 99.9
 
     def __post_init__(self) -> None:
+        if not 0 < self.percentile <= 100:
+            raise ValueError(f"percentile must be above 0 and at most 100, got {self.percentile}")
         if not 1 <= self.margin <= 100:
             raise ValueError(f"margin must be from 1 to 100, got {self.margin}")
 
@@ -53,11 +62,28 @@ class Blockwise(Quantize):
         layer = super().of_layer(statistics)
         for name, blocks in (("key", self.keys), ("value", self.values)):
             if blocks.static:
-                absmax = self.margin * self._range(name, statistics)
-                layer.register_buffer(f"{name}_scale", blocks.static_scale(absmax))
+                layer.register_buffer(f"{name}_scale", blocks.static_scale(self._ranges(name, blocks, statistics)))
         return layer
 
-    def _range(self, name: str, statistics: KeyStatistics | None) -> Tensor:
+    @property
+    def needs_rows(self) -> bool:
+        return self.scale != "absmax" and (self.keys.static or self.values.static)
+
+    def _ranges(self, name: str, blocks: Blocks, statistics: KeyStatistics | None) -> Tensor:
+        """What the static scales are to hold, [kv_heads, blocks]."""
+        if self.scale == "absmax":
+            return self.margin * blocks.numbers(self._absmax(name, statistics)[:, None]).amax(dim=-1)
+        rows = getattr(statistics, f"{name}_rows", None)
+        if statistics is None or rows is None:
+            raise ValueError(f"a static scale of the {name}s by {self.scale} needs calibrated rows of its layer")
+        if name == "key" and self.center:
+            rows = rows - statistics.center[:, None]
+        numbers = blocks.numbers(rotate(rows) if self.rotate else rows)
+        if self.scale == "percentile":
+            return percentile(numbers, self.percentile)
+        return least_error(numbers, blocks.qmax)
+
+    def _absmax(self, name: str, statistics: KeyStatistics | None) -> Tensor:
         """Largest magnitude of each channel of what is quantized, [kv_heads, head_dim]."""
         known = f"{'rotated_' if self.rotate else ''}{'value_' if name == 'value' else ''}absmax"
         absmax = getattr(statistics, known, None)
@@ -100,14 +126,14 @@ class Blockwise(Quantize):
         if self.rotate:  # (qH)·(kH) = q·k: a few rows are rotated in place of the whole store
             query, key_window, value_window = rotate(query), rotate(key_window), rotate(value_window)
         rest = (store["store_bias"], key_window, value_window, window_bias, scale)
-        if self.by_operator:
+        if bits := self.operator_bits:
             key_scale, value_scale = (
                 store[name] if (static := self._static(name.split("_")[0])) is None else static
                 for name in ("key_scale", "value_scale")
             )
             output, on_store, on_window = torch.ops.unicache.quant_kv_attention(
                 query, store["key_store"], key_scale, store["value_store"], value_scale,
-                *rest, self.keys.bits, self.values.bits,
+                *rest, *bits,
             )  # fmt: skip
         else:
             key, value = self.read(store, query.shape[-1])
@@ -115,11 +141,12 @@ class Blockwise(Quantize):
         return rotate(output) if self.rotate else output, on_store, on_window
 
     @property
-    def by_operator(self) -> bool:
-        """Whether `QuantKVAttention` reads the store as it is: symmetric codes of 8 or 4 bits."""
-        return all(
-            blocks.bits in (8, 4) and not blocks.offset and not blocks.normal for blocks in (self.keys, self.values)
-        )
+    def operator_bits(self) -> tuple[int, int] | None:
+        """Those of symmetric codes of 8 or 4 bits; None if another store reads on, or `by_operator` is off."""
+        both = (self.keys, self.values)
+        if self.by_operator and all(b.bits in (8, 4) and not b.offset and not b.normal for b in both):
+            return self.keys.bits, self.values.bits
+        return None
 
     def _static(self, name: str) -> Tensor | None:
         return getattr(self, f"{name}_scale", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,6 +24,7 @@ class KeyStatistics:
         absmax: largest magnitude of each channel of the centred keys, [kv_heads, head_dim], float32.
         value_absmax: of the values, alike.
         rotated_absmax, rotated_value_absmax: of the same rows after `rotate`.
+        key_rows, value_rows: some of the rows, [kv_heads, rows, head_dim], float32; keys not centred.
     """
 
     center: Tensor
@@ -30,6 +32,8 @@ class KeyStatistics:
     value_absmax: Tensor | None = None
     rotated_absmax: Tensor | None = None
     rotated_value_absmax: Tensor | None = None
+    key_rows: Tensor | None = None
+    value_rows: Tensor | None = None
 
 
 class Quantize(Stage):
@@ -41,11 +45,30 @@ class Quantize(Stage):
     """
 
     center: bool
+    by_operator = True  # whether `QuantKVAttention` may read the store: no knob
 
     @property
     def calibrated(self) -> bool:
         """Whether it needs `KeyStatistics`."""
         return self.center
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether it needs `KeyStatistics.key_rows` and `value_rows`."""
+        return False
+
+    @property
+    def operator_bits(self) -> tuple[int, int] | None:
+        """Bits of keys and values in the codes that `QuantKVAttention` reads; None: the store is restored first."""
+        return None
+
+    def by_layer(self, layers: int) -> Sequence[Quantize]:
+        """The method of each of a model's layers.
+
+        Raises:
+            UserError: it is made for another number of layers.
+        """
+        return [self] * layers
 
     def of_layer(self, statistics: KeyStatistics | None) -> Quantize:
         """The stage of one layer, with that layer's constants; the recipe's own belongs to all of them."""
