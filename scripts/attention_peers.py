@@ -22,7 +22,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from torch import Tensor
 
 from engines.errors import UserError
@@ -181,7 +181,7 @@ def model(opsets: dict[str, int], nodes, inputs, outputs, initializers=(), bodie
 
 
 def operator(setting: Setting, bits: int, library: Path | None) -> Peer:
-    """QuantKVAttention: our kernel, or, without its library, the body of standard operators."""
+    """QuantKVAttention, its output alone: our kernel, or, without its library, the body of standard operators."""
     shape, name = setting.shape, ATTENTION[bits, bits].name
     kv, slots, dim = shape.kv_heads, shape.slots, shape.head_dim
     groups = (1, 1) if bits == 8 else (math.ceil(slots / GROUP), math.ceil(dim / GROUP))
@@ -199,18 +199,20 @@ def operator(setting: Setting, bits: int, library: Path | None) -> Peer:
         "window_bias": np.zeros((1, 1, shape.window), np.float32),
     }
     inputs = [str(x.name) for x in ATTENTION[bits, bits].function_ir.inputs]
-    sizes = {"output": shape.rows(shape.heads, 1), "store_mass": (1, kv, slots), "window_mass": (1, kv, shape.window)}
-    outputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in sizes.items()]
-    node = helper.make_node(name, inputs, list(sizes), domain=DOMAIN, scale=shape.scale, key_bits=bits, value_bits=bits)
+    outputs = [str(x.name) for x in ATTENTION[bits, bits].function_ir.outputs]
+    # No masses, as in graphs where no node reads them.
+    attributes: dict[str, Any] = {"scale": shape.scale, "key_bits": bits, "value_bits": bits, "masses": 0}
+    node = helper.make_node(name, inputs, outputs, domain=DOMAIN, **attributes)
     bodies = [ir.serde.serialize_function(body) for body in functions(1, (bits, bits))[name]]
     opsets = {"": OPSET, DOMAIN: DOMAIN_VERSION}
-    session = Session(model(opsets, [node], info(given | caches), outputs, bodies=bodies), setting, library)
+    results = info({outputs[0]: given["query"]})
+    session = Session(model(opsets, [node], info(given | caches), results, bodies=bodies), setting, library)
     kv_bytes = sum(x.nbytes for x in caches.values())
-    call = session.calls(given, caches, setting.copies(kv_bytes), {}, list(sizes))
+    call = session.calls(given, caches, setting.copies(kv_bytes), {}, outputs[:1])
     exact = [torch.from_numpy((given | caches)[name]) for name in inputs]
     exact = [x if x.dtype == torch.int8 else x.double() for x in exact]
-    stated = [x.numpy() for x in quant_kv_attention(*exact, shape.scale, bits, bits)]
-    return Peer(bits, kv_bytes, call, session.result, stated)
+    stated = quant_kv_attention(*exact, shape.scale, bits, bits)[0].numpy()
+    return Peer(bits, kv_bytes, call, session.result, [stated])
 
 
 def grouped_query(setting: Setting, bits: int) -> Peer:

@@ -23,7 +23,6 @@ import os
 import platform
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from rich.table import Table
 import attention_peers
 from attention_peers import OURS, Peer, Reader, Setting, Shape
 from engines.errors import Parser, UserError, command, one_line, positive
-from engines.plugins import cpu_library
+from engines.plugins import store
 from reporting import check_folder, write
 
 SLOTS, QUICK_SLOTS = (1024, 4096, 16384), (256,)
@@ -222,19 +221,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     missing: dict[str, str] = {}
     cold = int((QUICK_COLD if arguments.quick else COLD) * last_level())
-    with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder, cpu_library.NAME)
-        library: Path | None = built
-        try:
-            paths = cpu_library.build(built)
-        except UserError as error:
-            library, paths, missing[OURS] = None, [], str(error)
-        for threads in arguments.threads:
-            for slots in arguments.slots:
-                shape = Shape(arguments.heads, arguments.kv_heads, arguments.head_dim, slots, arguments.window)
-                found, without = measure(Setting(shape, threads, cold, library), arguments.runs)
-                rows += found
-                missing |= without
+    built: store.Stored | None = None
+    try:
+        built = store.cpu()
+    except UserError as error:
+        missing[OURS] = str(error)
+    library, paths = (built.path, built.architectures) if built else (None, [])
+    for threads in arguments.threads:
+        for slots in arguments.slots:
+            shape = Shape(arguments.heads, arguments.kv_heads, arguments.head_dim, slots, arguments.window)
+            found, without = measure(Setting(shape, threads, cold, library), arguments.runs)
+            rows += found
+            missing |= without
     machine = {"processor": processor(), "cores": os.cpu_count(), "last_level_cache": last_level(), "paths": paths}
     versions = {name: version(name) for name in PACKAGES}
     console = Console(width=WIDTH)  # wider than most terminals, but the table can be read as it is

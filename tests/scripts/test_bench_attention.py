@@ -13,7 +13,7 @@ import attention_peers
 import bench_attention
 from attention_peers import Setting, Shape
 from engines.errors import UserError
-from engines.plugins import cpu_library
+from engines.plugins import store
 
 SHAPES = [(16, 4, 64), (4, 4, 32), (8, 1, 128)]
 OURS = {"ours int8", "ours int4"}
@@ -25,13 +25,11 @@ THEIRS = {
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bench") / cpu_library.NAME
+def library() -> Path:
     try:
-        cpu_library.build(path)
+        return store.cpu().path
     except UserError as error:
         pytest.skip(str(error))
-    return path
 
 
 def quick(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -91,10 +89,10 @@ def test_a_peer_that_computes_something_else_is_not_timed(
 
 
 def test_without_a_compiler_the_others_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(out: Path) -> list[str]:
+    def none() -> store.Stored:
         raise UserError("there is no C++ compiler")
 
-    monkeypatch.setattr(cpu_library, "build", none)
+    monkeypatch.setattr(store, "cpu", none)
     code, values = quick(tmp_path)
     assert code == 0
     assert values["not_measured"] == {"ours": "there is no C++ compiler"}

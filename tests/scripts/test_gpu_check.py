@@ -34,6 +34,12 @@ compiler = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def _no_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a developer has built, of whatever version, is not this test's."""
+    monkeypatch.setattr(gpu_check, "BUNDLE", tmp_path / "no-bundle")
+
+
 def run(tmp_path: Path, *options: str) -> tuple[int, dict[str, dict[str, str]], dict[str, Any]]:
     """Exit code, the parts by name, and all of the JSON file."""
     code = gpu_check.main([*SMALL, "--out", str(tmp_path / "gpu_check.json"), *options])
