@@ -33,6 +33,7 @@ template <int N, class Source>
 INLINE void logits(const Queries& queries, int64_t row, const Source& keys, int64_t first, int64_t last, float* out) {
     const float* query = queries.rows + row * queries.width;
     for (int64_t t = first; t < last; t += 4) {
+        if (row == 0) keys.ask_ahead(t, 4);
         Vec sum[N][4];
         repeat<N>([&](auto n) INLINED { repeat<4>([&](auto i) INLINED { sum[n][i] = fill(0); }); });
         for (int64_t d = 0; d < keys.half; d += LANES)
@@ -59,13 +60,15 @@ INLINE void mix(const float* const (&weights)[2], const Source& values, int64_t 
         for (int w = 0; w < W; w++)
             for (int e = 0; e < EACH; e++)
                 sum[n][w][e] = load(output + n * width + column + w * LANES + e * values.half) * fill(shrink[n]);
-    for (int64_t t = 0; t < tokens; t++)
+    for (int64_t t = 0; t < tokens; t++) {
+        if (column == 0) values.ask_ahead(t, 1);
         for (int w = 0; w < W; w++) {
             Vec value[EACH];
             values.get(t, column + w * LANES, value);
             for (int e = 0; e < EACH; e++)
                 for (int n = 0; n < N; n++) sum[n][w][e] = fma(value[e], fill(weights[e][n * TILE + t]), sum[n][w][e]);
         }
+    }
     for (int n = 0; n < N; n++)
         for (int w = 0; w < W; w++)
             for (int e = 0; e < EACH; e++)

@@ -142,6 +142,12 @@ struct Queries {
     static void with_blocks(const Rows&, int64_t, const F&) {}
 };
 
+// Asks for rows a tile behind these: codes come from memory that no cache holds, in a model of many layers, and a
+// processor that fetches on its own stops at every page.
+INLINE void ask_ahead(const int8_t* rows, int64_t many, int64_t bytes) {
+    for (int64_t i = 0; i < many * bytes; i += 64) __builtin_prefetch(rows + TILE * bytes + i);
+}
+
 // What a tile's rows are read from: vector `column` of a token is EACH vectors of floats, the second `half` columns on.
 struct Floats {
     static constexpr int EACH = 1;
@@ -149,6 +155,7 @@ struct Floats {
     int64_t half;
     static constexpr int64_t least_run() { return 0; }
     int64_t channel(int64_t first, int) const { return first; }
+    void ask_ahead(int64_t, int64_t) const {}
     INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const {
         out[0] = load(rows + token * half + column);
     }
@@ -161,6 +168,7 @@ struct Codes {
     int64_t half;
     static constexpr int64_t least_run() { return 0; }
     int64_t channel(int64_t first, int part) const { return first + part * half; }
+    INLINE void ask_ahead(int64_t token, int64_t many) const { ::ask_ahead(rows + token * half, many, half); }
     INLINE void get(int64_t token, int64_t column, Vec (&out)[EACH]) const {
         const int8_t* from = rows + token * half + column;
         if constexpr (EACH == 1)
@@ -182,12 +190,14 @@ void unpack_row(const Rows& rows, const int8_t* codes, float* out) {
 
 template <class Source>
 void unpack_rows(const Source& source, int64_t tokens, int64_t width, float* tile) {
-    for (int64_t t = 0; t < tokens; t++)
+    for (int64_t t = 0; t < tokens; t++) {
+        source.ask_ahead(t, 1);
         for (int64_t d = 0; d < source.half; d += LANES) {
             Vec x[Source::EACH];
             source.get(t, d, x);
             for (int i = 0; i < Source::EACH; i++) store(tile + t * width + i * source.half + d, x[i]);
         }
+    }
 }
 
 // Tokens start .. -> floats [tokens, width]. `by`: room for a row of scales, where they are to be multiplied; or null.

@@ -220,6 +220,7 @@ INLINE void logits(const Digits& queries, int64_t row, const Blocks<KIND>& keys,
     Whole<32> whole;
     for (int64_t t = first; t < last; t += 32) {
         const int8_t* rows = whole.at(keys.rows + t * keys.bytes, last - t, keys.bytes);
+        if (row == 0) ask_ahead(keys.rows + t * keys.bytes, 32, keys.bytes);
         Bytes of_tokens[2][MOST_CHANNELS / 4];
         for (int64_t b = 0; b < queries.width / BLOCK; b++) {
             by_token(keys, rows, b, of_tokens[0] + b * 16);
@@ -265,6 +266,7 @@ INLINE void mix_block(const Weights<ROWS_OF> (&weights)[2], const Blocks<KIND>& 
     };
     for (int64_t t = 0; t < tokens; t += 4) {
         const int8_t* rows = four.at(values.rows + t * values.bytes, tokens - t, values.bytes);
+        if (ROW == 0 && b == 0) ask_ahead(values.rows + t * values.bytes, 4, values.bytes);
         const Bytes x = codes(rows), y = codes(rows + values.bytes);
         const Bytes z = codes(rows + 2 * values.bytes), w = codes(rows + 3 * values.bytes);
         const Bytes xy = _mm512_unpacklo_epi8(x, y), xy_high = _mm512_unpackhi_epi8(x, y);
