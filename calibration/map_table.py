@@ -94,6 +94,11 @@ def _markdown(columns: Sequence[tuple[str, Array]], *texts: tuple[str, list[str]
     """A row a layer: of arrays [layers, heads] mean, lowest and highest; of texts as they are."""
     titles, cells = zip(*[(title, [_spread(row) for row in array]) for title, array in columns], *texts, strict=True)
     rows = [["layer", *titles], *([str(layer), *row] for layer, row in enumerate(zip(*cells, strict=True)))]
+    return markdown(rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table's lines, the first row its header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |" for row in rows]
     return [lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 from PIL import Image
 
+from engines.bundle import sha256
 from engines.errors import UserError, one_line
 
 FILE = "samples.jsonl"
@@ -24,15 +26,19 @@ class Sample:
         images: files, in the order of the prompt.
         prompt: the question.
         answer: what the model should say; empty if unknown.
+        task: what is asked for, by whatever name: accuracy is told by it.
     """
 
     images: list[Path]
     prompt: str
     answer: str = ""
+    task: str = ""
 
 
 def read(folder: str | Path, text_only: bool = False) -> list[Sample]:
     """Read `samples.jsonl` of a folder: {"images": ["a.png", ...], "prompt": "...", "answer": "..."} a line.
+
+    `answer` and `task` may be left out.
 
     Args:
         folder: or `easy-vqa`.
@@ -58,9 +64,9 @@ def read(folder: str | Path, text_only: bool = False) -> list[Sample]:
         try:
             data = json.loads(line)
             images = [path.parent / name for name in data["images"]]
-            sample = Sample(images, data["prompt"], data.get("answer", ""))
-            if not isinstance(sample.prompt, str) or not isinstance(sample.answer, str):
-                raise TypeError("prompt and answer must be texts")
+            sample = Sample(images, data["prompt"], data.get("answer", ""), data.get("task", ""))
+            if not all(isinstance(text, str) for text in (sample.prompt, sample.answer, sample.task)):
+                raise TypeError("prompt, answer and task must be texts")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f'{where}: not {{"images": [...], "prompt": "..."}} ({error})') from error
         if missing := [image for image in images if not image.is_file()]:
@@ -82,7 +88,34 @@ def easy_vqa(count: int = EASY_VQA_SAMPLES) -> list[Sample]:
     questions, answers, images = data.get_train_questions()
     paths = data.get_train_image_paths()
     chosen = range(0, len(questions), len(questions) // count)[:count]
-    return [Sample([Path(paths[images[i]])], questions[i], answers[i]) for i in chosen]
+    return [Sample([Path(paths[images[i]])], questions[i], answers[i], EASY_VQA) for i in chosen]
+
+
+def split(samples: Sequence[Sample], seed: int = 0, share: float = 0.25) -> tuple[list[Sample], list[Sample]]:
+    """The samples to calibrate on, and those held out, in their order: at least `share` of them, chosen by the seed.
+
+    No image is on both sides, whatever its file is called: samples that share one go together. The choice depends on
+    what is in the images and prompts alone, not on where they lie or in which order.
+
+    Raises:
+        UserError: nothing would be left on one side.
+    """
+    parts: list[tuple[set[str], list[int]]] = []  # images, or a prompt without any, and the samples that share them
+    for number, sample in enumerate(samples):
+        names, members = {sha256(path) for path in sample.images} or {sample.prompt}, [number]
+        for part in [part for part in parts if part[0] & names]:
+            parts.remove(part)
+            names, members = names | part[0], part[1] + members
+        parts.append((names, members))
+    held: set[int] = set()
+    for _, members in sorted(parts, key=lambda part: hashlib.sha256(repr((seed, sorted(part[0]))).encode()).digest()):
+        if len(held) < share * len(samples):
+            held |= set(members)
+    if not 0 < len(held) < len(samples):
+        raise UserError(
+            f"{len(samples)} samples are too few to hold some out, with images that no other sample has: give more"
+        )
+    return [s for i, s in enumerate(samples) if i not in held], [s for i, s in enumerate(samples) if i in held]
 
 
 def model_inputs(processor: Any, sample: Sample) -> dict[str, Any]:

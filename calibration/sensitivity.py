@@ -148,7 +148,7 @@ def read(checkpoint: Checkpoint, recipe: Recipe, prompt: Prompt, later: bool) ->
     if later:
         logits = continued(decoder, cache, rest, split)[:, -1]
     answer = 0
-    while answer < MAX_NEW_TOKENS and (token := int(logits.argmax())) not in _ends(checkpoint):
+    while answer < MAX_NEW_TOKENS and (token := int(logits.argmax())) not in ends(checkpoint):
         rest = torch.cat([rest, checkpoint.embedding[token][None, None]], dim=1)
         logits = continued(decoder, cache, rest, split)[:, -1]
         answer += 1
@@ -224,6 +224,7 @@ def continued(decoder: Decoder, cache: Sequence[Tokens], embeddings: Tensor, sta
     return decoder.head(hidden)
 
 
-def _ends(checkpoint: Checkpoint) -> list[int]:
-    ends = checkpoint.model.generation_config.eos_token_id
-    return ends if isinstance(ends, list) else [ends]
+def ends(checkpoint: Checkpoint) -> list[int]:
+    """Ids that end an answer."""
+    found = checkpoint.model.generation_config.eos_token_id
+    return found if isinstance(found, list) else [found]

@@ -4,7 +4,8 @@
     python -m demo_vlm.samples build/pages --pages              of four pages each, for what is to read pages
 
 easy-VQA training images and fresh pages of a seed that neither training nor a held-out suite uses.
-`samples.jsonl` holds one object a line, {"images": ["a.png", ...], "prompt": ..., "answer": ...}, its images beside it.
+`samples.jsonl` holds one object a line, its images beside it:
+{"images": ["a.png", ...], "prompt": ..., "answer": ..., "task": "easy" or "page"}.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def write_samples(folder: Path, kinds: Contexts = CONTEXTS) -> int:
                 Image.fromarray(pixels).save(folder / name, optimize=True)
             drawn += images
             for question in context.questions:
-                line = {"images": names, "prompt": question.text, "answer": question.answer}
+                line = {"images": names, "prompt": question.text, "answer": question.answer, "task": question.kind}
                 lines.append(json.dumps(line))
     (folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(lines)

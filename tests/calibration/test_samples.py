@@ -23,11 +23,15 @@ def write(folder: Path, *lines: object) -> Path:
 
 def test_reads_in_order_and_skips_blank_lines(tmp_path: Path) -> None:
     folder = write(
-        tmp_path / "s", GOOD, "  ", {"images": ["1.png", "0.png"], "prompt": "p"}, {"images": [], "prompt": "t"}
+        tmp_path / "s",
+        GOOD,
+        "  ",
+        {"images": ["1.png", "0.png"], "prompt": "p", "task": "t"},
+        {"images": [], "prompt": ""},
     )
     first, second, third = samples.read(folder)
     assert first == samples.Sample([folder / "0.png"], "what ?", "red")
-    assert second == samples.Sample([folder / "1.png", folder / "0.png"], "p")
+    assert second == samples.Sample([folder / "1.png", folder / "0.png"], "p", task="t")
     assert third.images == []
 
 
@@ -40,6 +44,7 @@ def test_reads_in_order_and_skips_blank_lines(tmp_path: Path) -> None:
         ({"prompt": "p"}, ":2: not .*images"),
         ({"images": ["0.png"]}, ":2: not .*prompt"),
         ({"images": 3, "prompt": "p"}, ":2: not "),
+        ({"images": ["0.png"], "prompt": "p", "task": 1}, ":2: not .*task"),
         ({"images": [3], "prompt": "p"}, ":2: not "),
         ({"images": ["0.png", "no.png"], "prompt": "p"}, "no.png does not exist"),
         ({"images": [""], "prompt": "p"}, "does not exist"),

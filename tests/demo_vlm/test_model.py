@@ -155,5 +155,5 @@ def test_samples_are_small_and_come_out_as_committed(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in committed.iterdir()) < 300_000
     for line in lines.splitlines():
         sample = json.loads(line)
-        assert set(sample) == {"images", "prompt", "answer"}
+        assert set(sample) == {"images", "prompt", "answer", "task"}
         assert all((committed / name).is_file() for name in sample["images"])
