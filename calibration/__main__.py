@@ -291,7 +291,8 @@ def _precision(arguments: argparse.Namespace) -> None:
         cells = (f"{loss:11.1e}{'*' if i == best[layer] else ' '}" for i, loss in enumerate(row))
         print(f"{layer:5} {''.join(cells)}".rstrip())
     print(f"* the narrowest of at most {share:.1e}, a layer's share of {arguments.limit_kl:g}")
-    print(f"all layers as chosen: {together:.1e}")
+    above = "" if together <= arguments.limit_kl else ", above the limit: layers are not independent, lower --limit-kl"
+    print(f"all layers as chosen: {together:.1e}{above}")
     if unfit := [layer for layer, i in enumerate(best) if losses[layer, i] > share]:
         print(f"layers that lose more by every method: {', '.join(map(str, unfit))}")
     print(f"\n{precision.fragment([tables[i] for i in best])}")

@@ -162,6 +162,13 @@ def test_from_command_to_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["kl_together"] < told["limit_kl"] == 1e-4
 
 
+def test_what_no_method_and_not_all_together_keep_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["precision", str(DEMO), "--limit", "1", "--methods", "int4", "--limit-kl", "1e-9"]) == 0
+    told = capsys.readouterr().out
+    assert "above the limit: layers are not independent, lower --limit-kl" in told
+    assert "layers that lose more by every method: 0, 1, 2, 3, 4, 5\n" in told
+
+
 def test_text_alone_cannot_be_quantized_before_the_question() -> None:
     with pytest.raises(UserError, match="no sample has an answer that is read from the cache"):
         precision.measure(checkpoints.load(DEMO), recipe(), [samples.Sample([], "what is it ?")], [{}], later=True)
