@@ -25,7 +25,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -58,9 +58,10 @@ class Row:
 
     Attributes:
         error: largest difference from the exact result, over that result's largest number.
-        floor: seconds to read its cache, in the fastest round.
-        over_floor: the least over that: both undisturbed, for a longer turn is disturbed more often.
-        over_ours: over our kernel's time, in the median round; the kernel of as many bits, int8 where there is none.
+        over_ours: how many times our kernel's time it takes, in the median round; the kernel of as many bits, or of 8.
+        floor: seconds to read its cache, at the speed of the fastest read there was with as many threads.
+        least_over_floor, least_over_ours: what the table has. A long turn is disturbed more often than a short one, so
+            that on a busy machine medians flatter the quick; what is fastest was not disturbed.
     """
 
     peer: str
@@ -72,9 +73,10 @@ class Row:
     median: float
     least: float
     error: float
-    floor: float
-    over_floor: float
     over_ours: float | None
+    floor: float = 0.0
+    least_over_floor: float = 0.0
+    least_over_ours: float | None = None
 
 
 def turns(call: Callable[[], object]) -> int:
@@ -87,8 +89,8 @@ def turns(call: Callable[[], object]) -> int:
     return calls
 
 
-def measure(setting: Setting, runs: int) -> tuple[list[Row], dict[str, str]]:
-    """All that can be compared, and of the others why not."""
+def measure(setting: Setting, runs: int) -> tuple[list[Row], float, dict[str, str]]:
+    """All that can be compared; seconds a byte of the fastest read; and of the others why not."""
     torch.set_num_threads(setting.threads)
     peers: dict[str, Peer] = {}
     errors: dict[str, float] = {}
@@ -120,25 +122,32 @@ def measure(setting: Setting, runs: int) -> tuple[list[Row], dict[str, str]]:
             taken[name].append((time.perf_counter() - start) / calls[name])
     rows = []
     for name, peer in peers.items():
-        times, floor = np.array(taken[name]), min(reads) * peer.kv_bytes
-        ours = taken.get(f"{OURS} int{peer.bits}", taken.get(f"{OURS} int8"))
-        rows.append(
-            Row(
-                peer=name,
-                threads=setting.threads,
-                slots=setting.shape.slots,
-                bits=peer.bits,
-                kv_bytes=peer.kv_bytes,
-                calls=calls[name],
-                median=float(np.median(times)),
-                least=float(times.min()),
-                error=errors[name],
-                floor=floor,
-                over_floor=float(times.min() / floor),
-                over_ours=None if ours is None else float(np.median(times / np.array(ours))),
-            )
-        )
-    return rows, missing
+        times, ours = np.array(taken[name]), taken.get(kernel_for(peer.bits))
+        over = None if ours is None else float(np.median(times / np.array(ours)))
+        shape, median, least = setting.shape, float(np.median(times)), float(times.min())
+        row = (setting.threads, shape.slots, peer.bits, peer.kv_bytes, calls[name], median, least, errors[name], over)
+        rows.append(Row(name, *row))
+    return rows, min(reads), missing
+
+
+def kernel_for(bits: int) -> str:
+    """Ours, to compare others with."""
+    return f"{OURS} int{bits if bits in (4, 8) else 8}"
+
+
+def compared(rows: Sequence[Row], reads: dict[int, float]) -> list[Row]:
+    """The rows with what their least times are over the floor and over ours.
+
+    Args:
+        reads: seconds a byte, by threads.
+    """
+    least = {(row.peer, row.threads, row.slots): row.least for row in rows}
+    result = []
+    for row in rows:
+        floor, ours = reads[row.threads] * row.kv_bytes, least.get((kernel_for(row.bits), row.threads, row.slots))
+        over = None if ours is None else row.least / ours
+        result.append(replace(row, floor=floor, least_over_floor=row.least / floor, least_over_ours=over))
+    return result
 
 
 def report(console: Console, rows: Sequence[Row], missing: dict[str, str]) -> None:
@@ -159,7 +168,7 @@ def report(console: Console, rows: Sequence[Row], missing: dict[str, str]) -> No
         console.print(table)
     console.print(
         "µs: a call, in the median round and in the fastest. / floor: the fastest over the fastest read of its cache. "
-        "/ ours: over our kernel of as many bits, int8 for floats, in the median of the rounds.",
+        "/ ours: the fastest over that of our kernel of as many bits, int8 for floats.",
         soft_wrap=True,
     )
     for name, reason in missing.items():
@@ -167,8 +176,8 @@ def report(console: Console, rows: Sequence[Row], missing: dict[str, str]) -> No
 
 
 def figures(row: Row) -> list[str]:
-    ours = "" if row.over_ours is None or row.peer.startswith(OURS) else f"{row.over_ours:.1f}"
-    return [f"{1e6 * row.median:,.0f} ({1e6 * row.least:,.0f})", f"{row.over_floor:.2f}", ours]
+    ours = "" if row.least_over_ours is None or row.peer.startswith(OURS) else f"{row.least_over_ours:.1f}"
+    return [f"{1e6 * row.median:,.0f} ({1e6 * row.least:,.0f})", f"{row.least_over_floor:.2f}", ours]
 
 
 def last_level() -> int:
@@ -227,12 +236,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         missing[OURS] = str(error)
     library, paths = (built.path, built.architectures) if built else (None, [])
+    reads: dict[int, float] = {}
     for threads in arguments.threads:
         for slots in arguments.slots:
             shape = Shape(arguments.heads, arguments.kv_heads, arguments.head_dim, slots, arguments.window)
-            found, without = measure(Setting(shape, threads, cold, library), arguments.runs)
+            found, read, without = measure(Setting(shape, threads, cold, library), arguments.runs)
             rows += found
+            reads[threads] = min(read, reads.get(threads, read))
             missing |= without
+    rows = compared(rows, reads)
     machine = {"processor": processor(), "cores": os.cpu_count(), "last_level_cache": last_level(), "paths": paths}
     versions = {name: version(name) for name in PACKAGES}
     console = Console(width=WIDTH)  # wider than most terminals, but the table can be read as it is
@@ -248,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "heads": [arguments.heads, arguments.kv_heads, arguments.head_dim],
             "window": arguments.window,
             "runs": arguments.runs,
+            "read_bytes_per_second": {threads: 1 / read for threads, read in reads.items()},
             "seconds": [dataclasses.asdict(row) for row in rows],
             "not_measured": missing,
         }

@@ -56,7 +56,11 @@ def test_the_smoke_form_measures_all(library: Path, tmp_path: Path, capsys: pyte
     }
     for row in rows:
         assert 0 < row["least"] <= row["median"]
-        assert row["over_floor"] > 0
+        assert row["least_over_floor"] == pytest.approx(row["least"] / row["floor"])
+        assert row["floor"] == pytest.approx(row["kv_bytes"] / values["read_bytes_per_second"]["1"])
+        bits = 4 if row["bits"] == 4 else 8
+        (ours,) = [r for r in rows if r["peer"] == f"ours int{bits}" and r["slots"] == row["slots"]]
+        assert row["least_over_ours"] == pytest.approx(row["least"] / ours["least"])
         assert row["over_ours"] > 0
         assert 0 < row["error"] < 0.02
     sizes = {row["peer"]: row["kv_bytes"] for row in rows if row["slots"] == 300}
@@ -97,7 +101,7 @@ def test_without_a_compiler_the_others_are_measured(tmp_path: Path, monkeypatch:
     assert code == 0
     assert values["not_measured"] == {"ours": "there is no C++ compiler"}
     assert {row["peer"] for row in values["seconds"]} == THEIRS
-    assert {row["over_ours"] for row in values["seconds"]} == {None}
+    assert {(row["over_ours"], row["least_over_ours"]) for row in values["seconds"]} == {(None, None)}
 
 
 @pytest.mark.parametrize(
