@@ -133,12 +133,14 @@ struct Digits : Queries {
             for (int64_t r = 0; r < some; r++) {
                 const float* row = queries + (first + r) * width;
                 int8_t *low = bytes + (first + r) * DIGITS * width, *middle = low + width, *high = middle + width;
+                Sums of_all = {}, of_above = {}, of_top = {};
                 for (int64_t d = 0; d < width; d += LANES) {
                     const Sums all = (Sums)_mm512_cvtps_epi32(load(row + d) * fill(inverse[r]));
                     const Sums above = (all + 128) >> 8, top = (above + 128) >> 8;  // each digit is from -128 to 127
                     store16(low + d, all), store16(middle + d, above), store16(high + d, top);
-                    sum[0][r] += all - (above << 8), sum[1][r] += above - (top << 8), sum[2][r] += top;
+                    of_all += all, of_above += above, of_top += top;
                 }
+                sum[0][r] = of_all - (of_above << 8), sum[1][r] = of_above - (of_top << 8), sum[2][r] = of_top;
                 step[first + r] = largest[r];
             }
             for (int k = 0; k < DIGITS; k++) {
