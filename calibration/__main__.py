@@ -128,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     guard.add_argument("--share", type=_share, default=0.25, help="of the samples that are held out (default: 0.25)")
     guard.add_argument("--seed", type=int, default=0, help="chooses these (default: 0)")
     guard.add_argument("--limit", type=positive, metavar="N", help="judge by the first N held-out samples only")
+    guard.add_argument("--later", action="store_true", help="the question comes after the compression")
     guard.add_argument("--map", type=Path, help="an attention map: its ranges are the calibrated ones")
     guard.add_argument(
         "--limits",
@@ -355,7 +356,7 @@ def _guard(arguments: argparse.Namespace) -> int:
         def progress(what: str) -> Callable[[], None]:
             return partial(bar.advance, bar.add_task(what, total=len(held_out)))
 
-        tried = Guard(checkpoint, calibration, held_out, limits, known, progress).first(candidates)
+        tried = Guard(checkpoint, calibration, held_out, limits, known, arguments.later, progress).first(candidates)
     chosen, verdict = tried[-1]
     if arguments.json:
         used = chosen.settings() if verdict.holds else None

@@ -50,10 +50,11 @@ class Reader:
     prepared: Prepared
     layers: list[int]
     reach: int
+    later: bool = False
     buckets: dict[int, Observed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.perceive = Perceive(self.checkpoint, self.recipe)
+        self.perceive = Perceive(self.checkpoint, self.recipe, self.later)
 
     def _on(self, prompt: Prompt) -> tuple[Observed, Prompt]:
         text = int((prompt.kinds == TEXT).sum())
@@ -61,7 +62,8 @@ class Reader:
         length = bucket_length(self.checkpoint, self.recipe, max(images, 1), text)  # nobody builds one for text alone
         if length not in self.buckets:
             decoder, known = self.prepared.decoder, self.prepared.statistics
-            self.buckets[length] = Observed(decoder, self.recipe, length, self.layers, self.reach, known)
+            sizes = (length, self.layers, self.reach)
+            self.buckets[length] = Observed(decoder, self.recipe, *sizes, known, self.later)
         return self.buckets[length], self.perceive(prompt)
 
     def read(self, prompt: Prompt, answer: Sequence[int]) -> Reading:
@@ -108,6 +110,7 @@ class Guard:
         held_out: Sequence[Sample],
         limits: Limits | None = None,
         known: AttentionMap | None = None,
+        later: bool = False,
         progress: Progress = lambda what: lambda: None,
     ):
         """
@@ -115,13 +118,14 @@ class Guard:
             calibration: what recipes are calibrated on.
             held_out: none of them.
             known: whose ranges are the calibrated ones; without, they are those of `calibration`.
+            later: whether the question comes after the compression.
             progress: called with the name of every recipe; what it returns is called once a held-out sample.
 
         Raises:
             UserError: a sample that makes no prompt, or nothing is read from the cache.
         """
         self.checkpoint, self.calibration, self.held_out = checkpoint, list(calibration), list(held_out)
-        self.limits, self.known, self.progress = limits or Limits(), known, progress
+        self.limits, self.known, self.later, self.progress = limits or Limits(), known, later, progress
         self._prepared: dict[str, Prepared] = {}  # by the settings that matter to it
         layers, done = checkpoint.decoder.num_layers, progress("uncompressed")
         self.layers = list(range(max(0, layers - self.limits.layers), layers))
@@ -188,7 +192,7 @@ class Guard:
             self._prepared[key] = prepare(self.checkpoint, {name: recipe}, self.calibration)[name]
         prepared = self._prepared[key]
         recipe = with_entropy(self.checkpoint, {name: recipe}, {name: prepared.decoder}, self.calibration)[name]
-        reader = Reader(self.checkpoint, recipe, prepared, self.layers, self.reach)
+        reader = Reader(self.checkpoint, recipe, prepared, self.layers, self.reach, self.later)
         readings, said, changes = [], [], []
         for reference in self.references:
             readings.append(reader.read(reference.prompt, reference.answer))

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from calibration.evaluate import Eager, Prompt
 from engines.errors import UserError
+from engines.tokens import marked
 from export.compress import KeyStatistics
 from export.graphs import Compact, Decode, Decoder, Prefill
 from export.recipe import Recipe
 from export.stages.merge import Evict
-from export.stages.tokens import FIRST, TEXT, Tokens
+from export.stages.tokens import FIRST, TEXT, VISUAL, Tokens
 
 
 @dataclass
@@ -84,14 +85,16 @@ class Observed(Eager):
         layers: Collection[int],
         reach: int,
         statistics: list[KeyStatistics] | None = None,
+        later: bool = False,
     ):
         """
         Args:
             layers: that are watched.
             reach: positions of a prompt and its answer, at most.
+            later: whether what stands behind the images comes after the compression, token by token.
         """
         super().__init__(decoder, recipe, length, 1, statistics)
-        self.reach, self.layers = reach, layers
+        self.reach, self.layers, self.later = reach, layers, later
         prefill, decode = self.graphs[Prefill], self.graphs[Decode]
         # A state that is never compacted has no positions: here they are wanted all the same.
         known = ("window_positions", *(f"store_positions.{layer}" for layer in layers))
@@ -111,7 +114,26 @@ class Observed(Eager):
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         for parts in self.parts.values():
             parts.copy_(torch.eye(self.reach + 1))
-        return super().prefill(prompts)
+        (prompt,) = prompts
+        visual = (prompt.kinds == VISUAL).nonzero()
+        split = int(visual[-1]) + 1 if self.later and len(visual) else len(prompt)
+        rows = {f.name: getattr(prompt, f.name) for f in dataclasses.fields(prompt)}
+        logits = super().prefill([Prompt(**{name: row[:split] for name, row in rows.items()})])
+        kinds = marked(prompt.kinds.numpy(), prompt.segments.numpy())
+        for row in range(split, len(prompt)):
+            self._make_room()
+            logits = self.decode(prompt.embeddings[row][None], [int(prompt.positions[row])], int(kinds[row]))
+        return logits
+
+    def _make_room(self) -> None:
+        if self.full and not self.state.compacts:
+            most = self.state.window - self.state.recent
+            raise UserError(
+                f"recipe {self.state.recipe.name} ends with {most} tokens after the prompt that is compressed, and a "
+                "held-out sample has more: let its [window] compact, or make it longer"
+            )
+        if self.full:
+            self.compact()
 
     def decode(self, embedding: Tensor, positions: Sequence[int], kinds: int | Tensor = TEXT) -> Tensor:
         self.tensors["window_positions"][:, self.count] = positions[0]
@@ -140,14 +162,7 @@ class Observed(Eager):
         attention: dict[int, list[Tensor]] = {layer: [] for layer in self.layers}
         at_end, position = True, int(prompt.positions[-1])
         for token in answer[:-1]:
-            if self.full and not self.state.compacts:
-                most = self.state.window - self.state.recent + 1  # prefill says the first, every slot one more
-                raise UserError(
-                    f"recipe {self.state.recipe.name} ends answers after {most} tokens, one has {len(answer)}: "
-                    "let its [window] compact, or make it longer"
-                )
-            if self.full:
-                self.compact()
+            self._make_room()
             position += 1
             kinds = TEXT + FIRST * (at_end and token not in sentence_ends)
             logits.append(self.decode(embedding[token][None], [position], kinds))

@@ -23,7 +23,12 @@ class Perceive:
         count: visual tokens that an image keeps.
     """
 
-    def __init__(self, checkpoint: Checkpoint, recipe: Recipe):
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, later: bool = False):
+        """
+        Args:
+            later: whether the question is not known yet.
+        """
+        self.later = later
         self.tokens, self.stage = checkpoint.image_tokens, recipe.perception
         fewest = [self.stage.counts(self.tokens)[0]]
         if self.stage.quota is not None:
@@ -40,7 +45,7 @@ class Perceive:
         if isinstance(self.stage, Guided):
             asked = prompt.embeddings[int(visual.nonzero()[-1]) + 1 :][-self.stage.question_tokens :]
             question = asked.expand(len(features), -1, -1)
-            guidance = {"question": question, "asked": torch.ones(question.shape[:2])}
+            guidance = {"question": question, "asked": torch.full(question.shape[:2], float(not self.later))}
         with torch.no_grad():
             if self.vision.layers and guidance:
                 guidance["attention"] = self.vision.attention(features, **guidance)

@@ -256,6 +256,19 @@ def test_a_cache_without_the_image_is_blind(pages: Guard) -> None:
     assert failure(seeing, LOOPS).found is False
 
 
+def test_questions_may_come_later(pages: Guard) -> None:
+    """What the question asks for can go while it is not known: `extreme` is ruined by that, and `chat` made for it."""
+    later = Guard(pages.checkpoint, pages.calibration, pages.held_out, later=True)
+    whole = later.judge(recipes.load("off"))
+    assert np.max(whole.attention_kl) < 1e-4
+    assert whole.logit_kl < 1e-4
+    assert whole.holds
+    extreme, chat = recipes.load("extreme"), recipes.load("chat")
+    assert pages.judge(extreme).tasks["page"].change == 0
+    assert later.judge(extreme).tasks["page"].change < -50
+    assert later.judge(chat).tasks["page"].change == 0
+
+
 def test_drift_and_loops_are_reasons(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     read = guards.Observed.read
 

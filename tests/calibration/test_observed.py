@@ -13,6 +13,7 @@ from torch import Tensor
 
 from calibration.evaluate import Prompt
 from calibration.observed import Observed, Reading
+from calibration.perceive import Perceive
 from calibration.prepare import prepare
 from calibration.samples import read as samples_of
 from engines.errors import UserError
@@ -21,11 +22,13 @@ from export import recipe as recipes
 from export.attention import attention_by
 from export.checkpoint import Checkpoint
 from export.recipe import Recipe
+from export.stages.tokens import VISUAL
 from tests.export import tiny
 
 LENGTH, REACH = 48, 80
 ANSWER = [17, 30, 21, 9, 17, 40, 33, 12, 25, 17, 8, 19, 44, 2]
 EVICTING = {"importance": {"method": "keydiff"}, "budget": {"keep": 0.4}, "protect": {"sinks": 2, "recent": 2}}
+FIXED = EVICTING | {"budget": {"keep": 0.1}, "window": {"least": 40, "most": 40, "compact": False}}
 MERGES = [
     {"method": "three-way", "merge_above": 0.1, "evict_above": -0.2},
     {"method": "three-way", "merge_above": 0.0, "evict_above": -0.2, "weigh": "count", "keys": "mean"},
@@ -49,11 +52,11 @@ def prompt(checkpoint: Checkpoint) -> tiny.Prompt:
     return tiny.Prompt(checkpoint, "what color is the shape ?", [tiny.picture(1)])
 
 
-def observed(checkpoint: Checkpoint, recipe: Recipe) -> Observed:
+def observed(checkpoint: Checkpoint, recipe: Recipe, later: bool = False) -> Observed:
     known = None
     if recipe.needs_samples:
         known = prepare(checkpoint, {"a": recipe}, samples_of(checkpoint.path / "samples"))["a"].statistics
-    return Observed(checkpoint.decoder, recipe, LENGTH, range(checkpoint.decoder.num_layers), REACH, known)
+    return Observed(checkpoint.decoder, recipe, LENGTH, range(checkpoint.decoder.num_layers), REACH, known, later)
 
 
 def read(checkpoint: Checkpoint, recipe: Recipe, prompt: Prompt) -> Reading:
@@ -71,10 +74,10 @@ def by_loops(
     Returns:
         Log probabilities [answer, vocabulary] and attention [layers, answer - 1, heads, REACH].
     """
-    count = len(prompt)
     decoder = checkpoint.decoder
+    count = len(prompt) + len(ANSWER) - 1 - len(seen)  # rows that prefill reads
     rows = torch.cat([prompt.embeddings, checkpoint.embedding[ANSWER[:-1]]])
-    found = np.zeros((decoder.num_layers, len(ANSWER) - 1, 8, REACH))
+    found = np.zeros((decoder.num_layers, len(seen), 8, REACH))
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         out = torch.zeros_like(query)
@@ -94,22 +97,23 @@ def by_loops(
     positions = torch.arange(len(rows))[None]
     with torch.no_grad(), attention_by(attention):
         hidden = decoder.language_model(inputs_embeds=rows[None], position_ids=positions, use_cache=False)[0]
-        logits = decoder.head(hidden)[0, count - 1 :]
+        logits = decoder.head(hidden)[0, len(prompt) - 1 :]
     log_probs = [[x - math.log(sum(math.exp(y) for y in row)) for x in row] for row in logits.tolist()]
-    return np.array(log_probs), found
+    return np.array(log_probs), found[:, 1 - len(ANSWER) :]
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(
     "tables",
-    [{"budget": {"keep": 2.0}}, EVICTING, EVICTING | {"window": {"least": 20, "most": 20, "compact": False}}],
+    [{"budget": {"keep": 2.0}}, EVICTING, FIXED],
     ids=["keeping", "evicting", "never compacting"],
 )
 def test_attention_and_log_probs_are_what_loops_find(
-    checkpoint: Checkpoint, prompt: tiny.Prompt, tables: dict[str, Any]
+    checkpoint: Checkpoint, prompt: tiny.Prompt, tables: dict[str, Any], later: bool
 ) -> None:
     recipe = tiny.recipe(**tables)
     seen: list[list[list[set[int]]]] = []
-    watched = observed(checkpoint, recipe)
+    watched = observed(checkpoint, recipe, later)
     decode = watched.decode
 
     def counted(embedding: Tensor, positions: Any, kinds: int | Tensor = 1) -> Tensor:
@@ -120,9 +124,12 @@ def test_attention_and_log_probs_are_what_loops_find(
 
     watched.decode = counted  # type: ignore[method-assign]
     found = watched.read(prompt, ANSWER, checkpoint.embedding, checkpoint.sentence_ends)
-    assert watched.compactions == (0 if "window" in tables else 2)
+    question = len(prompt) - 1 - int((prompt.kinds == VISUAL).nonzero()[-1])
+    assert len(seen) == len(ANSWER) - 1 + later * question
+    assert ("window" in tables) == (watched.compactions == 0)
     if tables.keys() & {"importance"}:
-        dropped = [len(prompt) + step - len(kv) for step, layers in enumerate(seen) for layer in layers for kv in layer]
+        first = len(prompt) + len(ANSWER) - 1 - len(seen)
+        dropped = [first + step - len(kv) for step, layers in enumerate(seen) for layer in layers for kv in layer]
         assert min(dropped) > 0
     log_probs, attention = by_loops(checkpoint, prompt, seen)
     np.testing.assert_allclose(found.log_probs, log_probs, atol=2e-4)
@@ -218,7 +225,21 @@ def test_pruned_prompts_keep_their_places(checkpoint: Checkpoint, prompt: tiny.P
         assert (layer[..., : len(prompt)][..., rows] > 0).all()
 
 
+def test_a_question_that_comes_later_chooses_no_visual_tokens(checkpoint: Checkpoint) -> None:
+    recipe = tiny.recipe(perception={"method": "coverage", "keep": 0.25})
+    questions = ("what color is the shape ?", "how many digits ?", "is there a circle ?", "row 3 column 2 ?")
+    prompts = [tiny.Prompt(checkpoint, question, [tiny.picture(1)]) for question in questions]
+
+    def kept(later: bool) -> set[tuple[int, ...]]:
+        pruned = [Perceive(checkpoint, recipe, later)(prompt) for prompt in prompts]
+        assert [len(few) for few in pruned] == [len(prompt) - 12 for prompt in prompts]
+        return {tuple(few.positions[few.kinds == VISUAL].tolist()) for few in pruned}
+
+    assert len(kept(later=False)) > 1
+    assert len(kept(later=True)) == 1
+
+
 def test_an_answer_that_does_not_fit_the_window_is_refused(checkpoint: Checkpoint, prompt: tiny.Prompt) -> None:
     recipe = tiny.recipe(window={"least": 4, "most": 4, "recent": 0.0, "compact": False})
-    with pytest.raises(UserError, match=f"recipe test ends answers after 5 tokens, one has {len(ANSWER)}"):
+    with pytest.raises(UserError, match="recipe test ends with 4 tokens after the prompt that is compressed"):
         read(checkpoint, recipe, prompt)
