@@ -14,7 +14,7 @@ from export.operators import quant_kv_attention
 
 WIDTHS = st.sampled_from([8, 4])
 TYPES = st.sampled_from(["float32", "float16"])
-BLOCKS = st.tuples(st.sampled_from([1, 3, 16, 32, 10**6]), st.sampled_from([1, 7, 16, 32, 64, 10**6]))
+BLOCKS = st.tuples(st.sampled_from([1, 3, 16, 48, 144, 10**6]), st.sampled_from([1, 7, 16, 32, 64, 10**6]))
 
 
 def inputs(

@@ -79,7 +79,7 @@ SHAPE: dict[str, Any] = {"batch": 2, "kv_heads": 2, "group": 3, "queries": 2, "s
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
     queries=st.integers(1, 8),
-    slots=st.sampled_from([1, 2, 31, 63, 64, 65, 127, 129, 257]),
+    slots=st.sampled_from([1, 2, 31, 64, 65, 127, 129, 257, 432, 720]),  # the last: blocks of 48 and 144 tokens
     window=st.sampled_from([0, 1, 5, 32, 41, 70]),
     head_dim=st.sampled_from([1, 5, 16, 32, 33, 64, 80, 96, 100, 127, 128, 192, 256]),
     filled=st.sampled_from([0.0, 0.5, 1.0]),
@@ -111,6 +111,25 @@ def test_threads_change_nothing(library: ctypes.CDLL, queries: int) -> None:
         threads = Threads(RUN(run_tasks), None)
         check(library, None, x, threads=threads)
         alone, shared = (run(library, None, x, 0.125, (8, 8), threads=each) for each in (None, threads))
+    assert all((a == b).all() for a, b in zip(alone, shared, strict=True))
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("each", [16, 48, 144, 176])
+def test_blocks_of_keys_that_end_within_a_tile(
+    library: ctypes.CDLL, path: bytes, each: int, head_dim: int, bits: tuple[int, int]
+) -> None:
+    """Each row and each part writes its own logits only, in whatever order the parts are attended to."""
+    shape = {**SHAPE, "batch": 1, "queries": 1, "group": 4, "slots": 2208 // each * each, "head_dim": head_dim}
+    x = inputs(np.random.default_rng(0), **shape, filled=0.9, bits=bits, blocks=((each, 1), (1, 32)))
+    check(library, path, x, bits)
+    with ThreadPoolExecutor(2) as pool:
+
+        def run_tasks(_: object, task: Any, count: int, data: int) -> int:
+            return len(list(pool.map(lambda i: task(data, i), reversed(range(count))))) - count
+
+        alone, shared = (run(library, path, x, 0.125, bits, threads=each) for each in (None, Threads(RUN(run_tasks))))
     assert all((a == b).all() for a, b in zip(alone, shared, strict=True))
 
 

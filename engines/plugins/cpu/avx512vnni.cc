@@ -186,10 +186,10 @@ INLINE void by_token(const Blocks<KIND>& keys, const int8_t* rows, int64_t b, By
     });
 }
 
-// Logits of N query rows and 32 keys.
+// Logits of N query rows and 32 keys, of which those from `in_tile` on are not kept.
 template <int N>
 INLINE void multiply(const Digits& queries, int64_t row, const Bytes (&keys)[2][MOST_CHANNELS / 4], int offset,
-                     float* out) {
+                     int64_t in_tile, float* out) {
     const int64_t width = queries.width;
     const int8_t* digits = queries.bytes + row * DIGITS * width;
     Sums sum[N][DIGITS][2];
@@ -210,8 +210,9 @@ INLINE void multiply(const Digits& queries, int64_t row, const Bytes (&keys)[2][
     }
     repeat<N>([&](auto n) INLINED {
         repeat<2>([&](auto g) INLINED {
-            store(out + n * TILE + 16 * g,
-                  value_of(sum[n][0][g], sum[n][1][g], sum[n][2][g]) * fill(queries.step[row + n]));
+            if (16 * g < in_tile)  // a run of tokens may start at any 16: what is behind the tile is another row's
+                store(out + n * TILE + 16 * g,
+                      value_of(sum[n][0][g], sum[n][1][g], sum[n][2][g]) * fill(queries.step[row + n]));
         });
     });
 }
@@ -228,7 +229,7 @@ INLINE void logits(const Digits& queries, int64_t row, const Blocks<KIND>& keys,
             by_token(keys, rows, b, of_tokens[0] + b * 16);
             by_token(keys, rows + 16 * keys.bytes, b, of_tokens[1] + b * 16);
         }
-        multiply<N>(queries, row, of_tokens, keys.OFFSET, out + t);
+        multiply<N>(queries, row, of_tokens, keys.OFFSET, TILE - t, out + t);
     }
 }
 
