@@ -6,6 +6,7 @@ numpy and the standard library only: export writes it, the runtime reads it.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -89,6 +90,10 @@ class Library:
     platform: str
     architectures: list[str]
     operators: list[str]
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"libunicache_[a-z]+\.so", self.file):
+            raise ValueError(f"{self.file!r} is no name of a library")
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ class OrtSession:
                 options.register_custom_ops_library(str(library.resolve(strict=True)))
             except Exception as error:
                 raise UserError(
-                    f"{library}: ONNX Runtime {ort.__version__} cannot load the operators' kernels: {one_line(error)}"
+                    f"{library}: ONNX Runtime {ort.__version__} cannot load the operators' kernels: {one_line(error)}: "
+                    "compile your own (python -m engines.plugins build), or run without (--no-kernels)"
                 ) from error
         try:
             self._session = ort.InferenceSession(str(path), options, providers=providers())

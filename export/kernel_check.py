@@ -1,7 +1,7 @@
 """Whether a compiled kernel computes what its operator states: random cases, the kernel beside the PyTorch operator.
 
 The kernel is called through its C entry (engines/plugins/kernels.h), on memory of `device`: "cuda" for a library that
-nvcc built, "cpu" for one of engines/plugins/host_library.py. The operator runs on the CPU.
+nvcc built, "cpu" for one of engines/plugins/host_library.py, or for `cpu_kernels`. The operator runs on the CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,15 +123,14 @@ class AttentionCase:
 
 def attention_case(rng: random.Random, number: int, slots: int) -> AttentionCase:
     """One of every usual head_dim and an odd one, then again; empty stores and windows among them."""
-    count = rng.choice([0, 1, rng.randint(1, min(70, slots)), rng.randint(1, slots), slots])
+    key_each = rng.choice([1, 3, 16, 32, 48, 144, ALL]), rng.choice([1, 7, 32, ALL])
+    full = slots // key_each[0] * key_each[0] or slots  # whole blocks of tokens
+    count = rng.choice([0, 1, rng.randint(1, min(70, slots)), rng.randint(1, slots), slots, full, full])
     least = 1 if count == 0 else 0
     any_dim = rng.randint(1, HEAD_DIMS[-1])
 
     def floats() -> torch.dtype:
         return rng.choice(list(TYPES))
-
-    def each() -> tuple[int, int]:
-        return rng.choice([1, 3, 32, ALL]), rng.choice([1, 7, 32, ALL])
 
     return AttentionCase(
         slots=count,
@@ -140,8 +141,8 @@ def attention_case(rng: random.Random, number: int, slots: int) -> AttentionCase
         window=rng.choice([least, 1, rng.randint(least, 70), 64]),
         head_dim=[*HEAD_DIMS, any_dim][number % (len(HEAD_DIMS) + 1)],
         bits=(rng.choice([8, 4]), rng.choice([8, 4])),
-        key_each=each(),
-        value_each=each(),
+        key_each=key_each,
+        value_each=(rng.choice([1, 3, 32, ALL]), rng.choice([1, 7, 32, ALL])),
         dtype=floats(),
         scale_dtype=floats(),
         bias_dtypes=(floats(), floats()),
@@ -237,7 +238,7 @@ class AttentionCall:
             stream(self.workspace.device.type),
         )
         if error:
-            raise UserError(f"it ended with CUDA error {error}")
+            raise UserError(f"it ended with error {error}")
 
     def error(self, exact: Sequence[Tensor]) -> float:
         """The largest error of the outputs, over 1 + the exact number; the masses' only where they are wanted."""
@@ -298,6 +299,23 @@ def blind(inputs: Sequence[Tensor]) -> bool:
     return not (sees_store[:, :, None] | sees_window[:, None]).all()
 
 
+def cpu_kernels(library: ctypes.CDLL, path: str) -> Any:
+    """The kernels for ONNX Runtime, on one of their instruction paths, with the entries of the CUDA kernels."""
+
+    def topk_gather(score: Any, rows: Any, index: Any, heads: int, tokens: int, k: int, _stream: Any) -> int:
+        sizes = map(ctypes.c_int64, (heads, tokens, k))
+        return library.unicache_cpu_topk_gather(score, rows, index, *sizes, None)
+
+    def attention(arguments: Any, _workspace: Any, _stream: Any) -> int:
+        return library.unicache_cpu_quant_kv_attention(arguments, path.encode(), None)
+
+    return SimpleNamespace(
+        unicache_topk_gather=topk_gather,
+        unicache_quant_kv_attention=attention,
+        unicache_quant_kv_attention_workspace=lambda arguments: 0,
+    )
+
+
 def stream(device: str) -> ctypes.c_void_p:
     return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream if device == "cuda" else None)
 
@@ -334,7 +352,7 @@ class TopKCall:
             *(batch * heads, tokens, self.k, stream(self.score.device.type)),
         )
         if error:
-            raise UserError(f"it ended with CUDA error {error}")
+            raise UserError(f"it ended with error {error}")
 
     def results(self) -> list[Tensor]:
         """Key, value, positions, bias and the indices, on the host."""

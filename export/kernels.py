@@ -15,9 +15,10 @@ from engines import trt
 from engines.bundle import Library
 from engines.errors import UserError
 from engines.plugins import cpu_library, cuda_library, host_library, store
-from export.kernel_check import check_attention, check_topk_gather
+from export.kernel_check import check_attention, check_topk_gather, cpu_kernels
 
-CASES = 20  # random shapes on which a CUDA kernel is compared; the tests try hundreds
+CASES, CPU_CASES = 20, 400  # random shapes on which a kernel is compared; the tests try hundreds
+LONG, LONG_CASES = 5000, 3  # slots where a kernel cuts the store into several parts
 
 
 @dataclass
@@ -48,7 +49,7 @@ def architectures(backends: Sequence[str]) -> list[str]:
 def prepare(folder: Path, choice: str, gpus: Sequence[str]) -> Kernels:
     """Put the libraries into the bundle's folder.
 
-    The kernels for ONNX Runtime are checked with every graph that uses them; those for TensorRT here.
+    Both are checked here, on random inputs; those for ONNX Runtime also with every graph that uses them.
 
     Args:
         choice: `auto` ships what can be compiled here, `always` insists, `never` ships none.
@@ -74,14 +75,35 @@ def prepare(folder: Path, choice: str, gpus: Sequence[str]) -> Kernels:
         return folder / name
 
     kernels.cpu = take(cpu_library.NAME, store.cpu)
+    if kernels.cpu:
+        check_cpu(kernels.cpu)
     if gpus:
         kernels.cuda = take(cuda_library.NAME, lambda: store.cuda(gpus))
     if kernels.cuda:
-        check(kernels.cuda)
+        check_cuda(kernels.cuda)
     return kernels
 
 
-def check(library: Path) -> None:
+def check_cpu(library: Path) -> None:
+    """Compare the kernels for ONNX Runtime with their operators, on every instruction path that this machine runs.
+
+    A device may run a path that the graphs' own check here does not take, on sizes that this model does not have.
+
+    Raises:
+        UserError: they differ; with the path and the shape.
+    """
+    loaded = ctypes.CDLL(str(library.resolve()))
+    for path in (name for name in cpu_library.PATHS if loaded.unicache_cpu_runs(name.encode())):
+        kernels = cpu_kernels(loaded, path)
+        try:
+            check_topk_gather(kernels, CASES, 0, "cpu")
+            check_attention(kernels, CPU_CASES, 0, "cpu", slots=700)
+            check_attention(kernels, LONG_CASES, 1, "cpu", slots=LONG)
+        except UserError as error:
+            raise UserError(f"{library.name}, {path}: {error}") from error
+
+
+def check_cuda(library: Path) -> None:
     """Compare CUDA kernels with their operators on random inputs: on the GPU; where there is none, built for the host.
 
     Raises:
@@ -95,3 +117,4 @@ def check(library: Path) -> None:
         kernels = ctypes.CDLL(str(library.resolve()))
         check_topk_gather(kernels, CASES, 0, device, tokens=1000)
         check_attention(kernels, CASES, 0, device, slots=200)
+        check_attention(kernels, LONG_CASES, 1, device, slots=LONG)

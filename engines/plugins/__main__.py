@@ -56,10 +56,13 @@ def _architecture(text: str) -> str:
 
 
 def _build(arguments: argparse.Namespace) -> None:
+    if arguments.arch and arguments.only == "cpu":
+        raise UserError("--arch is for the TensorRT plugins: leave out --only cpu")
+    architectures = sorted({*(arguments.arch or cuda_library.ARCHITECTURES)}, key=lambda name: int(name[3:]))
     asked = arguments.only or ("cuda" if arguments.arch else None)
     makers: dict[str, tuple[str, Callable[[], store.Stored]]] = {
         "cpu": (cpu_library.NAME, store.cpu),
-        "cuda": (cuda_library.NAME, lambda: store.cuda(arguments.arch or cuda_library.ARCHITECTURES)),
+        "cuda": (cuda_library.NAME, lambda: store.cuda(architectures)),
     }
     for kind, (name, make) in makers.items():
         if arguments.only not in (None, kind):

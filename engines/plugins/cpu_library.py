@@ -11,7 +11,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engines.errors import UserError
+from engines.errors import UserError, one_line
 
 NAME = "libunicache_ort.so"
 FOLDER = Path(__file__).parent / "cpu"
@@ -28,13 +28,16 @@ PATHS = ("avx512vnni", "avx512", "avx2", "neon", "plain")  # instruction paths, 
 
 def sources() -> list[Path]:
     """Every file that the library is made of."""
-    return [FOLDER.parent / "kernels.h", *sorted(FOLDER.iterdir())]
+    return [FOLDER.parent / "kernels.h", *sorted(FOLDER.glob("*.h")), *sorted(FOLDER.glob("*.cc"))]
 
 
 def compiler() -> list[str]:
     """The command of the C++ compiler: $CXX, else g++, else clang++."""
     chosen = os.environ.get("CXX")
-    command = shlex.split(chosen or shutil.which("g++") or shutil.which("clang++") or "")
+    try:
+        command = shlex.split(chosen or shutil.which("g++") or shutil.which("clang++") or "")
+    except ValueError:  # a quotation that does not end
+        command = []
     if not command or not shutil.which(command[0]):
         missing = f"$CXX is {chosen!r}, which is no command" if chosen else "there is no C++ compiler"
         raise UserError(f"{missing}: install one (apt install g++) or name it (CXX=clang++)")
@@ -55,8 +58,11 @@ def build(out: Path) -> list[str]:
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         library = Path(folder) / NAME
         _run([*command, "-shared", "-pthread", *compiled(command, Path(folder)), "-o", str(library)])
+        try:
+            kernels = ctypes.CDLL(str(library.resolve()))
+        except OSError as error:
+            raise UserError(f"what {command[0]} makes does not load on this machine: {one_line(error)}") from error
         os.replace(library, out)
-    kernels = ctypes.CDLL(str(out.resolve()))
     return [path for path in PATHS if kernels.unicache_cpu_runs(path.encode())]
 
 

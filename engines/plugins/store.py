@@ -7,29 +7,34 @@ store only: what was compiled here from this package's own sources, and what a p
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import shutil
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engines.bundle import Bundle, sha256
-from engines.errors import UserError
+from engines.errors import UserError, one_line
 from engines.manifest import Library
 from engines.plugins import cpu_library, cuda_library
 
 FOLDER = "UNICACHE_LIBRARIES"  # environment variable: where the store lies
 OPERATORS = ["QuantKVAttention", "TopKGather"]
+A_DAY = 86400.0
+CPU_BUILD, CUDA_BUILD = Path(cpu_library.__file__), Path(cuda_library.__file__)
 
 
 def folder() -> Path:
+    """Where the store lies, be it there or not."""
     if chosen := os.environ.get(FOLDER):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unicache-edge"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "unicache-edge"
 
 
 def platform() -> str:
@@ -53,31 +58,35 @@ def cpu() -> Stored:
     """The library for ONNX Runtime, compiled now if it is not there yet.
 
     Raises:
-        UserError: there is no C++ compiler, or it refuses.
+        UserError: there is no C++ compiler, or it refuses; or the store cannot be written.
     """
-    return _compiled(cpu_library.NAME, cpu_library.sources(), (), cpu_library.build)
+    return _compiled(cpu_library.NAME, _cpu_key(), cpu_library.build)
 
 
 def cuda(architectures: Sequence[str] = cuda_library.ARCHITECTURES) -> Stored:
     """The library of TensorRT plugins, compiled now if it is not there yet.
 
     Raises:
-        UserError: nvcc or TensorRT's headers are missing, or the compiler refuses.
+        UserError: nvcc or TensorRT's headers are missing, or the compiler refuses; or the store cannot be written.
     """
 
     def build(out: Path) -> list[str]:
         cuda_library.build(out, architectures)
         return [*architectures]
 
-    return _compiled(cuda_library.NAME, cuda_library.sources(), architectures, build)
+    return _compiled(cuda_library.NAME, _key([*cuda_library.sources(), CUDA_BUILD], architectures), build)
 
 
-def _compiled(name: str, sources: Sequence[Path], options: Sequence[str], build: Callable[[Path], list[str]]) -> Stored:
-    key = _key(sources, options)
+def _compiled(name: str, key: str, build: Callable[[Path], list[str]]) -> Stored:
     return _find(name, key) or _put(name, key, build)
 
 
+def _cpu_key() -> str:
+    return _key([*cpu_library.sources(), CPU_BUILD], ())
+
+
 def _key(sources: Sequence[Path], options: Sequence[str]) -> str:
+    """Of a library of these sources, the modules that compile them among them: flags change what is compiled."""
     known = hashlib.sha256(repr((platform(), *options)).encode())
     for source in sorted(sources):
         known.update(f"\0{source.name}\0".encode() + source.read_bytes())
@@ -89,7 +98,8 @@ def _find(name: str, key: str) -> Stored | None:
     place = folder() / key[:16]
     try:
         note = json.loads((place / "note.json").read_bytes())
-        return Stored(place / name, note["architectures"]) if note["sha256"] == sha256(place / name) else None
+        found = Stored(place / name, [*map(str, note["architectures"])])
+        return found if note["sha256"] == sha256(found.path) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -97,21 +107,34 @@ def _find(name: str, key: str) -> Stored | None:
 def _put(name: str, key: str, make: Callable[[Path], list[str]]) -> Stored:
     """`make` writes the library to a path and returns its architectures."""
     place = folder() / key[:16]
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new.", dir=place.parent) as temporary:
-        new = Path(temporary, "library")
-        new.mkdir()
-        architectures = make(new / name)
-        (new / "note.json").write_text(json.dumps({"architectures": architectures, "sha256": sha256(new / name)}))
-        if place.exists():
-            os.rename(place, Path(temporary, "old"))  # damaged, or another process was as quick
-        os.rename(new, place)
+    if place.parts[0] == "~":  # whoever runs this has none, and that is no name of a folder
+        raise UserError(f"there is no home folder to keep libraries in: name one by {FOLDER}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        for left in place.parent.glob(".new.*"):  # by a process that was killed
+            if time.time() - left.stat().st_mtime > A_DAY:
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=".new.", dir=place.parent) as temporary:
+            new = Path(temporary, "library")
+            new.mkdir()
+            architectures = make(new / name)
+            (new / "note.json").write_text(json.dumps({"architectures": architectures, "sha256": sha256(new / name)}))
+            if place.exists() and not _find(name, key):
+                os.rename(place, Path(temporary, "damaged"))
+            try:
+                os.rename(new, place)
+            except OSError:
+                if not _find(name, key):  # else another process was quicker
+                    raise
+    except OSError as error:
+        advice = f"free some space, or name another folder by {FOLDER}"
+        raise UserError(f"{place.parent} cannot hold libraries ({one_line(error)}): {advice}") from error
     return Stored(place / name, architectures)
 
 
 def for_onnxruntime(bundle: Bundle) -> tuple[Path | None, str]:
     """The library to load beside a bundle's ONNX graphs, and which it is; or None, and why there is none."""
-    if local := _find(cpu_library.NAME, _key(cpu_library.sources(), ())):
+    if local := _find(cpu_library.NAME, _cpu_key()):
         return local.path, "kernels compiled here"
     build = "compile your own with  python -m engines.plugins build"
     shipped = {library.file: library for library in bundle.manifest.libraries}.get(cpu_library.NAME)
@@ -132,12 +155,19 @@ def trust(bundle: Bundle) -> list[Path]:
     """
     mine = [library for library in bundle.manifest.libraries if library.platform == platform()]
     if not mine:
-        others = sorted({library.platform for library in bundle.manifest.libraries})
-        raise UserError(f"{bundle.path} has no libraries for {platform()}" + (f", only for {others}" if others else ""))
+        others = ", ".join(sorted({library.platform for library in bundle.manifest.libraries}))
+        raise UserError(f"{bundle.path} has no libraries for {platform()}, only for {others or 'none'}")
 
     def copy(library: Library) -> Callable[[Path], list[str]]:
         def make(out: Path) -> list[str]:
             shutil.copyfile(bundle.file(library.file), out)
+            if sha256(out) != bundle.manifest.files[library.file].sha256:
+                raise UserError(f"{bundle.file(library.file)} has changed since it was checked: try again")
+            try:
+                ctypes.CDLL(str(out.resolve()))
+            except OSError as error:
+                advice = "compile your own with  python -m engines.plugins build"
+                raise UserError(f"{library.file} does not load here ({one_line(error)}): {advice}") from error
             return library.architectures
 
         return make

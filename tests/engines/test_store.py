@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,7 @@ def opened(tmp_path: Path) -> Callable[..., Bundle]:
         library = Library(cpu_library.NAME, platform or store.platform(), ["plain"], store.OPERATORS)
         with writing(tmp_path / "bundle") as out:
             small_bundle.fill(out)
-            (out / cpu_library.NAME).write_bytes(b"shipped code")
+            (out / cpu_library.NAME).write_bytes(Path(_ctypes.__file__).read_bytes())  # any library that loads
             bundles.seal(out, dataclasses.replace(small_bundle.manifest(), libraries=[library] if ships else []))
         return bundles.read(tmp_path / "bundle")
 
@@ -117,7 +118,7 @@ def test_a_bundles_library_is_loaded_only_once_it_is_trusted(opened: Callable[..
     path, why = store.for_onnxruntime(bundle)
     assert path is not None
     assert not path.is_relative_to(bundle.path)
-    assert path.read_bytes() == b"shipped code"
+    assert path.read_bytes() == (bundle.path / cpu_library.NAME).read_bytes()
 
 
 def test_trust_is_for_those_bytes_only(tmp_path: Path, opened: Callable[..., Bundle]) -> None:
@@ -128,6 +129,75 @@ def test_trust_is_for_those_bytes_only(tmp_path: Path, opened: Callable[..., Bun
         library = Library(cpu_library.NAME, store.platform(), ["plain"], store.OPERATORS)
         bundles.seal(out, dataclasses.replace(small_bundle.manifest(), libraries=[library]))
     assert store.for_onnxruntime(bundles.read(tmp_path / "bundle"))[0] is None
+
+
+def test_a_library_that_does_not_load_here_is_not_trusted(tmp_path: Path, folder: Path) -> None:
+    with writing(tmp_path / "bundle") as out:
+        small_bundle.fill(out)
+        (out / cpu_library.NAME).write_bytes(b"of a later system")
+        library = Library(cpu_library.NAME, store.platform(), ["plain"], store.OPERATORS)
+        bundles.seal(out, dataclasses.replace(small_bundle.manifest(), libraries=[library]))
+    with pytest.raises(UserError, match=r"does not load here .*: compile your own"):
+        store.trust(bundles.read(tmp_path / "bundle"))
+    assert [*folder.iterdir()] == []
+
+
+def test_a_library_that_changes_after_the_check_is_not_trusted(opened: Callable[..., Bundle]) -> None:
+    bundle = opened()
+    (bundle.path / cpu_library.NAME).write_bytes(b"another")
+    with pytest.raises(UserError, match="has changed since it was checked"):
+        store.trust(bundle)
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "sub/libunicache_ort.so", "../libunicache_ort.so", "note.json"])
+def test_a_manifest_names_libraries_only(name: str) -> None:
+    with pytest.raises(ValueError, match="is no name of a library"):
+        Library(name, store.platform(), ["plain"], store.OPERATORS)
+
+
+def test_other_flags_are_another_library(compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = tmp_path / "cpu_library.py"
+    flags.write_text("-O2")
+    monkeypatch.setattr(store, "CPU_BUILD", flags)
+    first = store.cpu()
+    flags.write_text("-O3")
+    assert store.cpu().path != first.path
+
+
+def test_a_process_that_was_quicker_is_no_error(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    build = cpu_library.build
+
+    def slow(out: Path) -> list[str]:
+        monkeypatch.setattr(cpu_library, "build", build)
+        store.cpu()
+        return build(out)
+
+    monkeypatch.setattr(cpu_library, "build", slow)
+    assert store.cpu().path.read_bytes() == b"native code"
+    assert compiled == ["cpu", "cpu"]
+
+
+def test_a_store_that_cannot_be_written_is_one_line(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(store.FOLDER, str(tmp_path / "file" / "store"))
+    assert command.main(["build", "--only", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert f"name another folder by {store.FOLDER}" in error
+    assert error.count("\n") == 1
+
+
+def test_without_a_home_there_is_no_library(opened: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(store.FOLDER)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user without an entry
+    bundle = opened()
+    assert store.for_onnxruntime(bundle)[0] is None
+    with pytest.raises(UserError, match="no home folder"):
+        store.trust(bundle)
 
 
 @pytest.mark.parametrize(("platform", "ships", "why"), [("os9-ppc", True, "os9-ppc"), (None, False, "no kernels")])
@@ -148,6 +218,11 @@ def test_a_manifest_cannot_name_a_library_without_a_hash(opened: Callable[..., B
     files = {name: file for name, file in bundle.manifest.files.items() if name != cpu_library.NAME}
     with pytest.raises(ValueError, match="has no hash"):
         dataclasses.replace(bundle.manifest, files=files).check()
+
+
+def test_architectures_ascend_and_are_named_once(compiled: list[str]) -> None:
+    assert command.main(["build", "--only", "cuda", "--arch", "90", "80", "sm_90", "100"]) == 0
+    assert compiled == ["cuda sm_80 sm_90 sm_100"]
 
 
 def test_build_goes_on_without_nvcc(
@@ -174,7 +249,10 @@ def test_an_architecture_is_named_in_any_usual_way(compiled: list[str], text: st
     assert compiled == ["cuda sm_87"]
 
 
-@pytest.mark.parametrize("arguments", [["build", "--arch", "orin"], ["trust", "nowhere"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [["build", "--arch", "orin"], ["build", "--arch", "87", "--only", "cpu"], ["trust", "nowhere"], []],
+)
 def test_mistakes_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(arguments) == 2
     error = capsys.readouterr().err
