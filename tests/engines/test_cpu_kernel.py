@@ -98,6 +98,36 @@ def test_every_path_is_the_operator(
     check(library, path, in_types(x, *types), bits, wanted=wanted)
 
 
+@settings(many, max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    each=st.integers(0, 5).map(lambda n: 16 * (2 * n + 1)),
+    times=st.integers(1, 4),
+    group=st.integers(1, 8),
+    queries=st.integers(1, 3),
+    head_dim=st.sampled_from([64, 80, 128, 256]),
+    bits=st.tuples(WIDTHS, WIDTHS),
+    values=BLOCKS,
+)
+def test_blocks_of_odd_multiples_of_16_tokens(
+    library: ctypes.CDLL,
+    path: bytes,
+    seed: int,
+    each: int,
+    times: int,
+    bits: tuple[int, int],
+    values: Any,
+    **shape: Any,
+) -> None:
+    shape = {**SHAPE, **shape, "batch": 1, "slots": each * times}
+    check(
+        library,
+        path,
+        inputs(np.random.default_rng(seed), **shape, filled=0.8, bits=bits, blocks=((each, 1), values)),
+        bits,
+    )
+
+
 @pytest.mark.parametrize("queries", [1, 3])
 def test_threads_change_nothing(library: ctypes.CDLL, queries: int) -> None:
     """Parts of a long store, in any order and at once: the same bits as one after the other."""
@@ -175,6 +205,41 @@ def test_weights_far_from_one_another(library: ctypes.CDLL, path: bytes) -> None
     got, want = run(library, path, x, scale, (8, 8)), exact(x, scale)
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5 * np.abs(theirs).max(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("times", [1e6, 1e-6])
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
+@pytest.mark.parametrize("channels", [32, 10**6])
+def test_the_scale_of_a_masked_slot(
+    library: ctypes.CDLL, path: bytes, channels: int, bits: tuple[int, int], times: float
+) -> None:
+    shape = {**SHAPE, "slots": 300, "head_dim": 128}
+    x = inputs(np.random.default_rng(0), **shape, filled=1.0, bits=bits, blocks=((1, 10**6), (1, channels)))
+    x["store_bias"][..., 5] = -np.inf
+    x["value_scale"][:, :, 5] *= times
+    check(library, path, x, bits)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
+@pytest.mark.parametrize(
+    "blocks", [((10**6, 1), (1, 10**6)), ((1, 10**6), (1, 32)), ((48, 1), (10**6, 1)), ((1, 7), (1, 7))], ids=str
+)
+def test_what_is_not_finite_shows(
+    library: ctypes.CDLL, path: bytes, blocks: Any, bits: tuple[int, int], number: float
+) -> None:
+    """A model that overflows must not talk on: a row of the operator's result with such a number has one here."""
+    shape = {**SHAPE, "slots": 240, "head_dim": 128}
+    for name in inputs(np.random.default_rng(0), **shape, filled=0.9):
+        x = inputs(np.random.default_rng(0), **shape, filled=0.9, bits=bits, blocks=blocks)
+        if x[name].dtype == np.int8:
+            continue
+        x[name].reshape(-1)[x[name].size // 3] = number
+        got, want = run(library, path, x, 0.125, bits), exact(x, 0.125, bits)
+        for ours, theirs in zip(got, want, strict=True):
+            rows = np.isfinite(theirs).all(-1)
+            assert not rows.all() or "value" in name
+            np.testing.assert_array_equal(np.isfinite(ours).all(-1), rows, err_msg=name)
 
 
 def test_a_masked_slot_receives_exactly_nothing(library: ctypes.CDLL, path: bytes) -> None:

@@ -1,13 +1,16 @@
 // The kernel of a path. The file that includes this one defines vectors first, of LANES floats:
-//   Vec; load, store, fill (all lanes), fma (a * b + c), maximum, nearest (whole numbers), scale (x * 2^n), top (the
-//   largest lane), sums (of four vectors each), codes8 and codes4 (LANES bytes to floats), halves (from float16) and
-//   to_halves.
+//   Vec; load, store, fill (all lanes), fma (a * b + c), maximum (NaN where the second is), nearest (whole numbers),
+//   scale (x * 2^n), top (the largest lane), sums (of four vectors each), codes8 and codes4 (LANES bytes to floats),
+//   halves (from float16) and to_halves.
 //
 // Keys and values of a KV head are read once, a tile of tokens at a time, for all query rows of its group. Codes become
 // floats in registers, or in a tile that stays in the first-level cache where there are many rows. Scales are factors
 // of the query or the logits (keys), and of the weights or the output (values), wherever their blocks allow it. The
 // softmax is online: weights are relative to the largest logit so far, and what was summed before is scaled down when a
 // larger one comes. The weights are kept, for the attention that every slot received.
+//
+// A logit that is NaN or +inf makes a NaN of its row's total, and so of the output: a model that overflows must not talk
+// on.
 #include <math.h>
 
 #include "attention_rows.h"
@@ -19,7 +22,7 @@ constexpr float NOTHING = -3e38f;  // below every logit
 
 // exp of numbers up to 0: 2^n times a Taylor series of the rest, at most ln(2) / 2 from 0; exactly 0 below -88.
 INLINE Vec exponential(Vec x) {
-    x = maximum(x, fill(-88.f));
+    x = maximum(fill(-88.f), x);
     const Vec n = nearest(x * fill(1.44269504f));
     const Vec r = fma(n, fill(2.12194440e-4f), fma(n, fill(-0.693359375f), x));  // ln(2) in two parts
     Vec series = fill(1.f / 5040);
@@ -76,7 +79,7 @@ INLINE void mix(const float* const (&weights)[2], const Source& values, int64_t 
 }
 
 template <int N, class Source>
-INLINE void mix_columns(const float* const (&weights)[2], float, const Source& values, int64_t tokens, int64_t first,
+INLINE void mix_columns(const float* const (&weights)[2], const Source& values, int64_t tokens, int64_t first,
                         int64_t last, const float* shrink, int64_t width, float* output) {
     constexpr int W = 4 / Source::EACH;
     int64_t d = first;
@@ -206,12 +209,9 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
     for (int64_t d = 0; d < width; d++) by[d] = 0;
     for (int64_t t = 0; t < TILE; t++) factors[t] = shared[t] = 1;
 
-    float most_weight = 1;
-    if (value_scales == Scales::factors && begin < end) {
-        float smallest;
-        values.range(begin, end - begin, room, smallest, most_weight);
-        if (!QueryRows::SIGNED_WEIGHTS && smallest < 0) value_scales = Scales::unpacked;
-    }
+    if (!QueryRows::SIGNED_WEIGHTS && value_scales == Scales::factors && begin < end &&
+        values.smallest_scale(begin, end - begin, room) < 0)
+        value_scales = Scales::unpacked;
 
     int64_t in_query = -1;  // the block of tokens whose scales are in `scaled`
     for (int64_t start = begin, tokens; start < end; start += tokens) {
@@ -237,8 +237,11 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
                 });
             }
         });
-        if (key_scales == Scales::factors)
+        if (key_scales == Scales::factors) {
             keys.of_tokens(keys.load_scales(start, tokens, room), start, tokens, 0, factors);
+            for (int64_t t = 0; t < TILE; t += LANES)  // inf becomes NaN: no logit is to be -inf, which is a mask
+                store(factors + t, fma(load(factors + t), fill(0), load(factors + t)));
+        }
 
         for (int64_t i = 0; i < biases; i++) {
             float* of = bias + i * TILE;
@@ -246,7 +249,7 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
                 widen(a.window_bias, a.window_bias_type, (head / a.kv_heads * a.queries + i) * end + start, tokens, of);
             else
                 widen(a.store_bias, a.store_bias_type, head * a.slots + start, tokens, of);
-            for (int64_t t = 0; t < TILE; t += LANES) store(of + t, maximum(load(of + t), fill(LOWEST)));
+            for (int64_t t = 0; t < TILE; t += LANES) store(of + t, maximum(fill(LOWEST), load(of + t)));
             for (int64_t t = tokens; t < TILE; t++) of[t] = NOTHING;
         }
         online_softmax(factors, bias, biases, tokens, rows, weights, largest, totals, shrink);
@@ -272,8 +275,8 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
                 }
                 in_passes<ROWS>(rows, [&](auto n, int64_t r) {
                     const float* const of_row[2] = {of[0] + r * TILE, of[1] + r * TILE};
-                    mix_columns<n.value>(of_row, most_weight, source, tokens, first, least(first + each, source.half),
-                                         shrink + r, width, output + r * width);
+                    mix_columns<n.value>(of_row, source, tokens, first, least(first + each, source.half), shrink + r,
+                                         width, output + r * width);
                 });
             }
         });
@@ -310,7 +313,7 @@ void finish(const Job& job, int64_t head, int64_t part, float* memory) {
     for (int64_t r = 0; window && r < job.rows; r++) {
         for (int64_t d = 0; d < job.width; d++) sum[d] = 0;
         for (int64_t p = head * job.parts; p < (head + 1) * job.parts; p++) {
-            const float share = total[r] > 0 ? expf(job.largest[p * job.rows + r] - largest[r]) / total[r] : 0;
+            const float share = total[r] == 0 ? 0 : expf(job.largest[p * job.rows + r] - largest[r]) / total[r];
             for (int64_t d = 0; d < a.head_dim; d++) sum[d] += job.output[(p * job.rows + r) * job.width + d] * share;
         }
         narrow(sum, a.head_dim, a.output, a.type, (head * job.rows + r) * a.head_dim);

@@ -65,21 +65,19 @@ struct Rows {
         }
     }
 
-    // The smallest and the largest scale of these tokens. `room`: for some scales.
-    void range(int64_t start, int64_t tokens, float* room, float& smallest, float& largest) const {
+    // Of these tokens. `room`: for some scales.
+    float smallest_scale(int64_t start, int64_t tokens, float* room) const {
         const int64_t first = start / tokens_each * channel_blocks;
         const int64_t end = ((start + tokens - 1) / tokens_each + 1) * channel_blocks;
-        Vec most = fill(-INFINITY), least_negated = fill(-INFINITY);
+        Vec most_negated = fill(-INFINITY);
         for (int64_t i = first; i < end; i += TILE) {
             const int64_t some = least(TILE, end - i);
             widen(scales, type, i, some, room);
             for (int64_t j = some; j < TILE; j++) room[j] = room[0];
-            for (int64_t j = 0; j < TILE; j += LANES) {
-                most = maximum(most, load(room + j));
-                least_negated = maximum(least_negated, fill(0) - load(room + j));
-            }
+            for (int64_t j = 0; j < TILE; j += LANES)
+                most_negated = maximum(most_negated, fill(0) - load(room + j));
         }
-        smallest = -top(least_negated), largest = top(most);
+        return -top(most_negated);
     }
 
     // The scales of some tokens, for `of_tokens` to choose from.

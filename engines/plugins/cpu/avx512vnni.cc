@@ -14,7 +14,7 @@ typedef __m512i Bytes;
 typedef int32_t Sums __attribute__((vector_size(64)));          // not __m512i, arrays of which GCC keeps in memory
 constexpr int DIGITS = 3;                                       // bytes of a number, the lowest first
 constexpr int BLOCK = 64;                                       // channels
-constexpr float LEAST = 1e-30f;                                 // of the largest number: its inverse is finite
+constexpr float LEAST = 1e-30f;                                 // of a row's largest number: its inverse is finite
 constexpr float SIGNED_TOP = 8323000, UNSIGNED_TOP = 16777000;  // a little less than fits, for the rounding
 
 INLINE Sums dot(Sums sum, Bytes unsigned_bytes, Bytes signed_bytes) {
@@ -71,6 +71,20 @@ INLINE T fold(const T (&x)[4], const F& f) {
     return f(all, (T)_mm512_shuffle_i32x4((Bytes)all, (Bytes)all, 0xb1));
 }
 
+// The largest of each row in a lane, without its sign; NaN for a row with a number that is not finite: bits of such are
+// above those of all others, compared as whole numbers.
+INLINE Vec largest_of(const float* rows, int64_t many, int64_t width, int64_t numbers) {
+    const auto larger = [](Sums a, Sums b) INLINED { return (Sums)_mm512_max_epi32((Bytes)a, (Bytes)b); };
+    Sums most[4];
+    for (int64_t r = 0; r < 4; r++) {
+        most[r] = (Sums)fill(LEAST);
+        for (int64_t i = 0; r < many && i < numbers; i += LANES)
+            most[r] = larger(most[r], (Sums)_mm512_abs_ps(load(rows + r * width + i)));
+    }
+    const Vec largest = (Vec)fold<Sums>(most, larger);
+    return fma(largest, fill(0), largest);
+}
+
 // So many rows; where fewer are left, a copy of those, with anything behind.
 template <int MANY>
 struct Whole {
@@ -120,14 +134,8 @@ struct Digits : Queries {
         if (!taken) return;
         for (int64_t first = 0; first < count; first += 4) {
             const int64_t some = least(4, count - first);
-            Vec most[4];
-            for (int64_t r = 0; r < 4; r++) {
-                most[r] = fill(LEAST);
-                const float* row = queries + (first + least(r, some - 1)) * width;
-                for (int64_t d = 0; d < width; d += LANES) most[r] = maximum(most[r], _mm512_abs_ps(load(row + d)));
-            }
             float largest[LANES], inverse[LANES];
-            const Vec tops = fold<Vec>(most, [](Vec a, Vec b) INLINED { return maximum(a, b); });
+            const Vec tops = largest_of(queries + first * width, some, width, width);
             store(largest, tops * fill(1 / SIGNED_TOP)), store(inverse, fill(SIGNED_TOP) / tops);
             Sums sum[DIGITS][4] = {};
             for (int64_t r = 0; r < some; r++) {
@@ -233,16 +241,19 @@ INLINE void logits(const Digits& queries, int64_t row, const Blocks<KIND>& keys,
     }
 }
 
-// N rows of weights as unsigned digits.
+// N rows of weights as unsigned digits, each of its own step: one scale of a store, be it of a masked token, leaves the
+// others as exact as they were.
 template <int N>
 struct Weights {
     uint8_t digits[N][DIGITS][TILE];
-    float step, total[N];  // of all weights of a row, as they are in digits
+    float step[LANES], total[N];  // of all weights of a row, as they are in digits
 
-    INLINE void set(const float* weights, float most) {
-        step = (most > LEAST ? most : LEAST) / UNSIGNED_TOP;
-        const Vec inverse = fill(1 / step);
+    INLINE void set(const float* weights) {
+        float inverses[LANES];
+        const Vec tops = largest_of(weights, N, TILE, TILE);
+        store(step, tops * fill(1 / UNSIGNED_TOP)), store(inverses, fill(UNSIGNED_TOP) / tops);
         for (int n = 0; n < N; n++, weights += TILE) {
+            const Vec inverse = fill(inverses[n]);
             Sums sum = {};
             for (int64_t t = 0; t < TILE; t += LANES) {
                 const Sums all = (Sums)_mm512_cvtps_epi32(load(weights + t) * inverse);
@@ -250,7 +261,7 @@ struct Weights {
                     store16(digits[n][2] + t, all >> 16);
                 sum += all;
             }
-            total[n] = _mm512_reduce_add_ps(floats(sum)) * step;
+            total[n] = _mm512_reduce_add_ps(floats(sum)) * step[n];
         }
     }
 };
@@ -286,11 +297,11 @@ INLINE void mix_block(const Weights<ROWS_OF> (&weights)[2], const Blocks<KIND>& 
             });
         });
     }
-    const Vec step = _mm512_mask_blend_ps(0xff00, fill(weights[0].step), fill(weights[1].step));
     repeat<N>([&](auto n) INLINED {
         Bytes x[4], in_order[4];
-        const Vec of_low = fill(weights[0].total[ROW + n]), of_high = SAME ? of_low : fill(weights[1].total[ROW + n]);
-        const Vec total = _mm512_mask_blend_ps(0xff00, of_low, of_high);
+        const Weights<ROWS_OF>&low = weights[0], &high = weights[SAME ? 0 : 1];
+        const Vec step = _mm512_mask_blend_ps(0xff00, fill(low.step[ROW + n]), fill(high.step[ROW + n]));
+        const Vec total = _mm512_mask_blend_ps(0xff00, fill(low.total[ROW + n]), fill(high.total[ROW + n]));
         repeat<4>([&](auto j) INLINED {
             const Vec value = value_of(sum[n][0][j], sum[n][1][j], sum[n][2][j]) * step;
             x[j] = (Bytes)(KIND == EIGHT_BITS ? value : value - total * fill(values.OFFSET));
@@ -304,12 +315,11 @@ INLINE void mix_block(const Weights<ROWS_OF> (&weights)[2], const Blocks<KIND>& 
 }
 
 template <int N, Kind KIND>
-INLINE void mix_columns(const float* const (&of)[2], float most, const Blocks<KIND>& values, int64_t tokens,
-                        int64_t first, int64_t last, const float* shrink, int64_t width, float* output) {
+INLINE void mix_columns(const float* const (&of)[2], const Blocks<KIND>& values, int64_t tokens, int64_t first,
+                        int64_t last, const float* shrink, int64_t width, float* output) {
     Weights<N> weights[2];
-    weights[0].set(of[0], most);
-    weights[1].step = weights[0].step;
-    if (of[0] != of[1]) weights[1].set(of[1], most);
+    weights[0].set(of[0]);
+    if (of[0] != of[1]) weights[1].set(of[1]);
     for (int64_t b = first / BLOCK; b < last / BLOCK; b++)
         repeat<(N + 1) / 2>([&](auto half) INLINED {  // two rows are as many sums as there are registers for
             constexpr int ROW = 2 * half, SOME = N - ROW < 2 ? N - ROW : 2;
