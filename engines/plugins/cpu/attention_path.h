@@ -9,8 +9,8 @@
 // softmax is online: weights are relative to the largest logit so far, and what was summed before is scaled down when a
 // larger one comes. The weights are kept, for the attention that every slot received.
 //
-// A logit that is NaN or +inf makes a NaN of its row's total, and so of the output: a model that overflows must not talk
-// on.
+// A logit that is NaN or +inf makes a NaN of its row's total, and so of the output: a model that overflows must not
+// talk on.
 #include <math.h>
 
 #include "attention_rows.h"
