@@ -96,9 +96,9 @@ class Recorder:
     feeds: dict[str, Feeds] = field(default_factory=dict)
     on: bool = True
 
-    def load(self, bundle: Bundle, graph: str, threads: int | None) -> ort.OrtSession:
+    def load(self, bundle: Bundle, graph: str, threads: int | None, library: Path | None) -> ort.OrtSession:
         """Stands in for `runtime.backends.load`."""
-        session = load(bundle, graph, threads)
+        session = load(bundle, graph, threads, library)
         run = session.run
 
         def recording(feeds: Feeds) -> Feeds:
@@ -144,8 +144,10 @@ def measure(call: Call, feeds: Feeds, runs: int) -> tuple[float, float]:
 def loaded(backend: str, bundle: Bundle, graph: str, feeds: Feeds, threads: int | None) -> Iterator[tuple[str, Call]]:
     """One graph on one backend: the provider that really runs it, and the call."""
     if backend == "ort":
-        session = ort.OrtSession(bundle.file(bundle.manifest.graphs[graph].file), threads)
-        yield providers(session, feeds), session.run
+        library = backends.kernels(bundle)[0]
+        session = load(bundle, graph, threads, library)
+        kernels = ", kernels" if library and bundle.manifest.graphs[graph].operators else ""
+        yield providers(session, feeds) + kernels, session.run
     else:
         from polygraphy.exception import PolygraphyException
 
