@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,26 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 PLANNED = ("off", "balanced", "extreme", "chat")  # the levels that export/build.py builds by default
+
+
+def _number(fits: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    """The `type` of an option that takes a number."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"must be a number {what}, got {text!r}")
+        return value
+
+    return number
+
+
+_share = _number(lambda share: 0 <= share <= 1, "from 0 to 1")
+_nats = _number(lambda nats: 0 < nats < 1e6, "above 0")
+_size = _number(lambda size: 0 <= size < 2**20, "of GiB from 0")
 
 
 @command
@@ -148,36 +169,6 @@ def _numbers(text: str) -> dict[str, float | int]:
         return {name.strip(): float(number) if set(".e") & set(number) else int(number) for name, _, number in pairs}
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be NAME=NUMBER,..., got {text!r}") from None
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
-    return share
-
-
-def _nats(text: str) -> float:
-    try:
-        nats = float(text)
-    except ValueError:
-        nats = -1.0
-    if not 0 < nats < 1e6:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return nats
-
-
-def _size(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = -1.0
-    if not 0 <= size < 2**20:
-        raise argparse.ArgumentTypeError(f"must be a number of GiB from 0, got {text!r}")
-    return size
 
 
 def _plan(arguments: argparse.Namespace) -> None:

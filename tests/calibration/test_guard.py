@@ -20,9 +20,8 @@ from calibration import guard as guards
 from calibration import samples, survey
 from calibration.failures import BLINDNESS, DRIFT, LOOPS, Failure
 from calibration.guard import Guard, Reader, attention_kl, logit_kl
-from calibration.lighten import changes, lighter
 from calibration.ranges import measure_ranges, of_map
-from calibration.verdict import Limits, Verdict, task_of
+from calibration.verdict import Limits, Verdict
 from engines.config import parse
 from engines.errors import UserError
 from export import checkpoint as checkpoints
@@ -153,46 +152,6 @@ def test_a_ruinous_recipe_is_refused_with_every_reason(guard: Guard) -> None:
     assert parse(Verdict, json.loads(json.dumps(dataclasses.asdict(verdict))), "verdict") == verdict
 
 
-def verdict(**figures: Any) -> Verdict:
-    healthy: dict[str, Any] = {
-        "recipe": "r", "holds": True, "reasons": [], "warnings": [], "limits": Limits(), "calibrated": 1, "held_out": 1,
-        "tokens": 2, "read": 1, "layers": [4, 5], "attention_kl": [[0.02, 0.18], [0.1, 0.1]], "logit_kl": 0.05,
-        "perplexity": 1.0, "perplexity_compressed": 1.05, "perplexity_change": 5.0,
-        "tasks": {"page": task_of(np.array([[1.0, 1.0]] * 19 + [[1.0, 0.0]]))}, "failures": [],
-    }  # fmt: skip
-    return Verdict(**(healthy | figures))
-
-
-@pytest.mark.parametrize(
-    ("figures", "reasons"),
-    [
-        ({}, []),
-        ({"attention_kl": [[0.0, 0.21], [0.0, 0.0]]}, ["attention KL 0.105 in layer 4 is above 0.1"]),
-        ({"attention_kl": [[0.2, 0.2], [0.3, 0.3]]}, ["attention KL 0.3 in layer 5 is above 0.1"]),
-        ({"logit_kl": 0.06}, ["logit KL 0.06 nats a token is above 0.05"]),
-        ({"logit_kl": math.nan}, ["logit KL nan nats a token is above 0.05"]),
-        ({"perplexity_change": 5.1}, ["perplexity +5.1 % is above +5 %"]),
-        ({"perplexity_change": -50.0}, []),
-        ({"tasks": {"t": task_of(np.array([[1.0, 0.0]] * 6 + [[0.0, 0]] * 94))}}, ["task t: -6.0 points are below -5"]),
-        ({"tasks": {"t": task_of(np.array([[0.0, 1.0]] * 9))}}, []),
-        ({"logit_kl": 0.06, "limits": Limits(logit_kl=0.07)}, []),
-        ({"failures": [Failure("f", True, 1.0, 0.0, 9, "it fails", "mend it")]}, ["f: it fails; mend it"]),
-        ({"failures": [Failure("f", None, None, 0.0, 9, "who knows")]}, []),
-    ],
-)  # fmt: skip
-def test_limits_are_the_last_figure_that_holds(figures: dict[str, Any], reasons: list[str]) -> None:
-    assert guards.reasons_against(verdict(**figures)) == reasons
-
-
-def test_standard_errors_are_paired() -> None:
-    right = np.array([[1, 1], [1, 0], [0, 1], [1, 0], [1, 1], [1, 0]], dtype=float)
-    change = [b - a for a, b in right]
-    mean = sum(change) / 6
-    error = math.sqrt(sum((x - mean) ** 2 for x in change) / 6) / math.sqrt(6)
-    found = task_of(right)
-    assert (found.change, found.error) == pytest.approx((100 * mean, 100 * error))
-
-
 def test_divergences_of_planted_distributions() -> None:
     p, q = torch.tensor([0.5, 0.4, 0.1]), torch.tensor([5 / 9, 4 / 9, 0.0])
     assert attention_kl(p, q).item() == pytest.approx(-math.log(0.9))  # 90 % of the attention was kept
@@ -301,47 +260,6 @@ def test_the_first_recipe_that_holds_is_chosen(guard: Guard) -> None:
     refused = guard.first([ruinous, dataclasses.replace(ruinous, name="other")])
     assert [verdict.holds for _, verdict in refused] == [False, False]
     assert all(verdict.reasons for _, verdict in refused)
-
-
-def steps(**tables: Any) -> Iterator[dict[str, Any]]:
-    base = tiny.recipe(**tables)
-    return (changes(recipe, base) for recipe in lighter(base))
-
-
-def test_lighter_recipes_give_tokens_first_and_then_bits() -> None:
-    assert list(steps(quantize={"method": "float32"}, window={"compact": False})) == []
-    assert list(steps(quantize={"method": "float32"})) == [
-        {"budget.keep": 1.5, "budget.method": "uniform"}  # room for the answer
-    ]
-    kept = list(steps(budget={"keep": 0.5}, quantize={"method": "kivi"}))
-    assert [step["budget.keep"] for step in kept] == [0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.5]
-    assert [step.get("quantize.method") for step in kept] == [None, None, "int4", "k8v4", "int8", "float16", "float16"]
-    in_bytes = list(steps(budget={"kv_bytes": 0.25}, quantize={"method": "int8", "margin": 1.5, "center": False}))
-    assert [step.get("budget.kv_bytes") for step in in_bytes] == [0.375, 0.5625, None, None, None]
-    assert [step.get("quantize.method") for step in in_bytes] == [None, None, None, "float16", "float16"]
-    seen = list(steps(perception={"keep": 0.8, "buckets": [0.25, 0.5], "quota": 0.5}))
-    assert [step["perception.buckets"] for step in seen] == [(0.375, 0.75), (0.5625, 1.0), (0.84375, 1.0), (), ()]
-    assert seen[-1]["perception.keep"] == 1.0
-    assert [step["heads.merge"] for step in steps(heads={"merge": True})] == [False, False]
-    mixed = [step["quantize.layers"] for step in steps(quantize={"method": "by-layer", "layers": ["int4", "float32"]})]
-    assert [[layer["method"] for layer in layers] for layers in mixed[:3]] == [
-        ["k8v4", "float32"], ["int8", "float32"], ["float16", "float32"]
-    ]  # fmt: skip
-    fewer = list(steps(shorten={"method": "fastv", "keep": 0.5}))
-    assert [step.get("shorten.keep") for step in fewer[:1]] == [0.75]
-    assert fewer[-1]["shorten.method"] == "none"
-
-
-@pytest.mark.parametrize("name", [*recipes.presets(), "pages"])
-def test_every_preset_can_be_lightened_to_the_end(name: str) -> None:
-    base = recipes.load(name, DEMO)
-    tried = list(lighter(base))
-    assert len(tried) <= 20
-    for recipe in tried:
-        assert parse(Recipe, recipe.settings(), recipe.name).settings() == recipe.settings()
-    last = [base, *tried][-1]
-    assert last.quantize.method in ("float16", "float32")
-    assert (last.budget.kv_bytes, last.perception.keep, last.shorten.method) == (None, 1.0, "none")
 
 
 def test_calibration_on_text_alone_warns(plants: Path) -> None:

@@ -14,7 +14,7 @@ struct UnicacheThreads {
     void* context;
 };
 
-// Whether this processor runs an instruction path: "plain", "avx2", "avx512" or "neon".
+// Whether this processor runs an instruction path: "plain", "avx2", "avx512", "avx512vnni" or "neon".
 int unicache_cpu_runs(const char* path);
 
 // `path`: NULL is the fastest that runs here. Results do not depend on the number of threads. Returns 0,
