@@ -7,23 +7,22 @@ All of a request's memory is its `State`; nothing is kept between requests but t
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
 
 from engines import bundle as bundles
-from engines.bundle import Bucket, Bundle, Level
+from engines.bundle import Bucket, Bundle
 from engines.errors import UserError
 from engines.ort import OrtSession
 from engines.preprocessor import ImagePreprocessor
 from engines.tokens import FIRST, TEXT, marked
 from runtime import backends
 from runtime.gate import VisualGate
+from runtime.generate import Request, Result, Stats, TextStream
 from runtime.preprocess import preprocess
 from runtime.prompt import PromptReader, Rows, choose_bucket, lay_out, left_pad, question_inputs
 from runtime.state import State
@@ -37,67 +36,21 @@ MAX_THREADS = 256  # more is a mistake, and ONNX Runtime would start them all
 
 
 @dataclass
-class Stats:
-    """What a request took.
+class Context:
+    """What the model has read of a request.
 
     Attributes:
-        kernels: whether compiled kernels ran the operators, in place of the graphs' function bodies.
-        level: that ran; where the question came later, the one that the opened level names for that.
-        prompt_tokens: P, before visual tokens were pruned.
-        visual_tokens: kept, of all images together; of each one in `visual_tokens_by_image`.
-        bucket: S, the length that the prompt was padded to.
-        kv_bytes: all state tensors as allocated: store, window, scales, positions, biases, masses.
-        kv_bytes_uncompressed: fp16 keys and values of the whole prompt and every generated token.
-        compactions: how often the window was compacted into the store.
-        seconds: by part: load, images, vision, prefill, question (when asked later), decode, compact.
-        stop_reason: `end` (the end token), `max_new_tokens`, `window_full` (this level never compacts) or
-            `max_positions` (the model's limit).
+        state: its keys and values, compressed, of this bucket's shapes.
+        logits: of the token that comes next, [1, V].
+        position: of the token that comes next, counted in the prompt before pruning.
+        begins: whether it begins a sentence, as an answer does.
     """
 
-    level: str
-    backend: str
-    provider: str = ""
-    kernels: bool = False
-    prompt_tokens: int = 0
-    images: int = 0
-    visual_tokens: int = 0
-    visual_tokens_by_image: list[int] = field(default_factory=list)
-    bucket: int = 0
-    generated_tokens: int = 0
-    kv_bytes: int = 0
-    kv_bytes_uncompressed: int = 0
-    compactions: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    stop_reason: str = ""
-
-    @contextmanager
-    def time(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
-
-
-@dataclass(frozen=True)
-class Result:
-    """An answer; `tokens` are the generated ids without the end token (with `ignore_eos`: all)."""
-
-    text: str
-    tokens: list[int]
-    stats: Stats
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is known before any graph runs."""
-
-    ids: list[int]
-    pixels: list[np.ndarray]
-    level: Level
-    max_new_tokens: int
-    ignore_eos: bool
-    question_later: bool
+    state: State
+    bucket: Bucket
+    logits: np.ndarray
+    position: int
+    begins: bool = True
 
 
 class VLM:
@@ -118,7 +71,7 @@ class VLM:
         self._library = backends.kernels(bundle)[0] if kernels else None
         if self.level not in manifest.levels:
             raise UserError(f"no level {self.level!r} in {bundle.path}: choose {', '.join(manifest.levels)}")
-        self._table = bundle.embedding()
+        self._table, self._sentence_ends = bundle.embedding(), frozenset(manifest.model.sentence_ends)
         self._prompts = PromptReader(bundle.path, self.model)
         self._preprocessor = ImagePreprocessor.read(bundle.path)
         self._sessions: dict[str, OrtSession] = {}
@@ -224,15 +177,15 @@ class VLM:
             pixels = [preprocess(image, self._preprocessor) for image in images]
         return Request(ids, pixels, level, max_new_tokens, ignore_eos, question_later)
 
-    def tokens(self, request: Request, stats: Stats) -> Iterator[int]:
-        """Prefill, then decode: the whole of generation, one token at a time."""
+    def read(self, request: Request, stats: Stats) -> Context:
+        """Read the whole prompt: at once, or (`question_later`) what follows the images token by token."""
         rows, embeddings = self._embed(request, stats)
         bucket = choose_bucket(len(rows), int(np.count_nonzero(rows.kinds == TEXT)), request.level)
         stats.prompt_tokens, stats.bucket = rows.total, bucket.length
         split = rows.after_images if request.question_later else len(rows)
 
         state, logits = self._prefill(embeddings[:split], rows[:split], bucket, stats)
-        kinds, ends = marked(rows.kinds, rows.segments), set(self.model.sentence_ends)
+        kinds = marked(rows.kinds, rows.segments)
         for row in range(split, len(rows)):
             if not self._room(state, bucket, stats):
                 raise UserError(
@@ -241,31 +194,20 @@ class VLM:
                 )
             with stats.time("question"):
                 logits = self._decode(embeddings[row], int(rows.positions[row]), kinds[row], state, bucket)
+        return Context(state, bucket, logits, rows.total)
 
-        position, after = rows.total, True  # an answer begins a sentence
-        while True:
-            token = _argmax(logits)
-            if token in self.model.eos_token_ids and not request.ignore_eos:
-                stats.stop_reason = "end"
-                break
-            stats.generated_tokens += 1
-            yield token
-            if stats.generated_tokens == request.max_new_tokens:
-                stats.stop_reason = "max_new_tokens"
-                break
-            if position == request.level.max_positions:
-                stats.stop_reason = "max_positions"
-                break
-            if not self._room(state, bucket, stats):
-                stats.stop_reason = "window_full"
-                break
-            kind = TEXT + FIRST * (after and token not in ends)
-            with stats.time("decode"):
-                logits = self._decode(self._table[token], position, kind, state, bucket)
-            position, after = position + 1, token in ends
-
-        stats.kv_bytes, stats.compactions = state.nbytes, state.compactions
-        stats.kv_bytes_uncompressed = self.model.kv_bytes(rows.total + stats.generated_tokens)
+    def advance(self, context: Context, token: int, request: Request, stats: Stats) -> str:
+        """Let the model read a token of its answer -> why it cannot, or "" and its logits are in the context."""
+        if context.position == request.level.max_positions:
+            return "max_positions"
+        if not self._room(context.state, context.bucket, stats):
+            return "window_full"
+        ends = token in self._sentence_ends
+        kind = TEXT + FIRST * (context.begins and not ends)
+        with stats.time("decode"):
+            context.logits = self._decode(self._table[token], context.position, kind, context.state, context.bucket)
+        context.position, context.begins = context.position + 1, ends
+        return ""
 
     def decode_text(self, tokens: list[int]) -> str:
         """The text of generated tokens, special ones left out."""
@@ -343,50 +285,3 @@ def _check_count(name: str, value: object, most: int | None = None) -> None:
         raise UserError(f"{name} must be a whole number, got {value!r}")
     if value < 1 or (most is not None and value > most):
         raise UserError(f"{name} must be {'at least 1' if most is None else f'from 1 to {most}'}, got {value}")
-
-
-def _argmax(logits: np.ndarray) -> int:
-    token = int(logits[0].argmax())
-    if np.isnan(logits[0, token]):  # argmax finds the first nan
-        raise UserError(
-            "the model's logits are not numbers: an overflow in a graph, or a preprocessor that does not fit"
-        )
-    return token
-
-
-class TextStream:
-    """Iterator over an answer's pieces of text; `result` is there when it has ended.
-
-    Joined, the pieces are `result.text`, unless a tokenizer's decoder rewrites text that it has already given.
-    """
-
-    def __init__(self, vlm: VLM, request: Request, stats: Stats) -> None:
-        self._pieces = self._run(vlm, request, stats)
-        self._result: Result | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        return self._pieces
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    @property
-    def result(self) -> Result:
-        if self._result is None:
-            raise UserError("the stream has not ended yet: read it to its end, then take .result")
-        return self._result
-
-    def _run(self, vlm: VLM, request: Request, stats: Stats) -> Iterator[str]:
-        tokens: list[int] = []
-        shown = ""
-        for token in vlm.tokens(request, stats):
-            tokens.append(token)
-            text = vlm.decode_text(tokens)
-            stable = text.rstrip("\ufffd")  # half a character: the rest of its bytes comes with the next token
-            if len(stable) > len(shown) and stable.startswith(shown):
-                yield stable[len(shown) :]
-                shown = stable
-        text = vlm.decode_text(tokens)
-        if text != shown:
-            yield text[len(shown) :]
-        self._result = Result(text, tokens, stats)

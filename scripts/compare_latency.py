@@ -43,7 +43,7 @@ from engines.bundle import Bundle
 from engines.errors import Parser, UserError, command, one_line
 from runtime import backends
 from runtime.backends import load
-from runtime.model import Stats
+from runtime.generate import Stats
 
 WARM_UP = 3  # calls that are not counted
 TOKENS = 16  # decoded at least

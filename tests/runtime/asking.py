@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from runtime import backends
-from runtime.model import VLM, Result
+from runtime.generate import Result
+from runtime.model import VLM
 from tests.runtime import toy
 
 
