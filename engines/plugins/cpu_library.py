@@ -28,7 +28,7 @@ PATHS = ("avx512vnni", "avx512", "avx2", "neon", "plain")  # instruction paths, 
 
 def sources() -> list[Path]:
     """Every file that the library is made of."""
-    return [FOLDER.parent / "kernels.h", *sorted(FOLDER.glob("*.h")), *sorted(FOLDER.glob("*.cc"))]
+    return [FOLDER.parent / "kernels.h", *(f for kind in ("h", "cc", "map") for f in sorted(FOLDER.glob(f"*.{kind}")))]
 
 
 def compiler() -> list[str]:
@@ -57,7 +57,8 @@ def build(out: Path) -> list[str]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         library = Path(folder) / NAME
-        _run([*command, "-shared", "-pthread", *compiled(command, Path(folder)), "-o", str(library)])
+        shown = f"-Wl,--version-script={FOLDER / 'library.map'}"
+        _run([*command, "-shared", "-pthread", shown, *compiled(command, Path(folder)), "-o", str(library)])
         try:
             kernels = ctypes.CDLL(str(library.resolve()))
         except OSError as error:

@@ -11,6 +11,9 @@ extern "C" {
 
 enum UnicacheType { UNICACHE_FLOAT32 = 0, UNICACHE_FLOAT16 = 1 };
 
+// What the CUDA kernels take, at most: heads or rows lie along a grid's y or z; tokens of a store or a window.
+enum UnicacheMost { UNICACHE_MOST_HEADS = 65535, UNICACHE_MOST_TOKENS = 1 << 20, UNICACHE_MOST_HEAD_DIM = 256 };
+
 // Codes in int8 bytes, and one scale a block of tokens and channels: slot c and channel d have the scale
 // [c / ceil(slots / token_blocks), d / ceil(head_dim / channel_blocks)].
 struct UnicacheStore {

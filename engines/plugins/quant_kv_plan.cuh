@@ -6,7 +6,7 @@ namespace {
 
 constexpr unsigned WARP = 32, WARPS = 4, THREADS = WARP * WARPS;                // of a block that attends
 constexpr unsigned COMBINE_WARPS = 8, COMBINE_THREADS = WARP * COMBINE_WARPS;  // of a block that combines
-constexpr unsigned MOST_DIM = 256, MOST_ROWS = 4;                              // channels of a row, rows of a block
+constexpr unsigned MOST_DIM = UNICACHE_MOST_HEAD_DIM, MOST_ROWS = 4;           // channels of a row, rows of a block
 // Blocks have stretches of tokens: short enough that the device has some for every multiprocessor, and not longer than
 // LONGEST, so that the last ones to finish are not far behind; a multiple of GRAIN, and not many more blocks than
 // MOST_BLOCKS, as what each leaves behind is read again.
@@ -25,7 +25,7 @@ struct Plan {
 int64_t ceiling(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
 bool in_range(const UnicacheAttention& a) {
-    constexpr int64_t MOST = 65535, MOST_TOKENS = 1 << 20;  // of a grid's y and z; see Divisor
+    constexpr int64_t MOST = UNICACHE_MOST_HEADS, MOST_TOKENS = UNICACHE_MOST_TOKENS;  // see Divisor
     auto type = [](int64_t x) { return x == UNICACHE_FLOAT32 || x == UNICACHE_FLOAT16; };
     auto within = [](int64_t x, int64_t low, int64_t high) { return low <= x && x <= high; };
     auto store = [&](const UnicacheStore& s) {

@@ -160,9 +160,9 @@ unsigned unit_of(const UnicacheRows& rows) {
 // Returns a cudaError_t: 0 where the work is on the stream, 1 (invalid value) where the sizes are out of range.
 extern "C" int unicache_topk_gather(
     const float* score, const UnicacheRows* rows, int64_t* index, int heads, int tokens, int k, cudaStream_t stream) {
-    constexpr int INVALID_VALUE = 1, MOST_HEADS = 65535;  // of a grid's y
+    constexpr int INVALID_VALUE = 1;
     constexpr unsigned MOST_PARTS = 64;
-    if (heads < 0 || heads > MOST_HEADS || k < 0 || k > tokens) return INVALID_VALUE;
+    if (heads < 0 || heads > UNICACHE_MOST_HEADS || k < 0 || k > tokens) return INVALID_VALUE;
     Plan plan{};
     int64_t most = 1;
     for (unsigned t = 0; t < TENSORS; ++t) {

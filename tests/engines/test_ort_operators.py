@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +325,16 @@ def test_a_library_that_is_missing_or_damaged_is_one_line(operator_library: Path
     for library in (tmp_path / "missing.so", damaged):
         with pytest.raises(UserError, match=f"{library.name}: ONNX Runtime .* cannot load the operators' kernels"):
             OrtSession(tmp_path / "model.onnx", library=library)
+
+
+def test_the_library_shows_its_entries_alone(operator_library: Path) -> None:
+    if shutil.which("nm") is None:
+        pytest.skip("nm is not installed: apt install binutils")
+    command = ["nm", "-D", "--defined-only", str(operator_library)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    shown = {line.split()[-1] for line in listed}
+    assert "RegisterCustomOps" in shown
+    assert {name for name in shown - {"RegisterCustomOps"} if not name.startswith("unicache_")} == set()
 
 
 def test_without_a_compiler_the_build_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

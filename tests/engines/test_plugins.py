@@ -84,6 +84,15 @@ def test_shapes_that_do_not_fit_are_named(plugins: Plugins, name: str, shape: tu
     assert refusal(plugins, "TopKGather", {"k": np.int32(4)}, inputs, 5) == f"TopKGather: {complaint}"
 
 
+def test_more_heads_than_the_kernel_takes(plugins: Plugins) -> None:
+    inputs = {
+        name: np.zeros((65536, 1, *x.shape[2:3], 1)[: x.ndim], x.dtype)
+        for name, x in topk_inputs(np.random.default_rng(0)).items()
+    }
+    complaint = "batch * kv_heads 65536 is not supported (at most 65535)"
+    assert refusal(plugins, "TopKGather", {"k": np.int32(4)}, inputs, 5) == f"TopKGather: {complaint}"
+
+
 @pytest.mark.parametrize(
     ("attributes", "complaint"),
     [({}, "attribute k is missing"), ({"k": np.float64(4)}, "attribute k is no number of a known type")],
@@ -136,6 +145,14 @@ def test_quant_kv_attention(plugins: Plugins, seed, bits, dtype, others, **shape
     ("changed", "attributes", "complaint"),
     [
         ({"head_dim": 300}, {}, "head_dim 300 is not supported (at most 256)"),
+        ({"slots": 2**20 + 1, "head_dim": 1, "batch": 1}, {}, "slots 1048577 is not supported (at most 1048576)"),
+        ({"window": 2**20 + 1, "head_dim": 1, "batch": 1}, {}, "window 1048577 is not supported (at most 1048576)"),
+        ({"batch": 2**15, "slots": 1, "window": 1}, {}, "batch * kv_heads 65536 is not supported (at most 65535)"),
+        (
+            {"group": 2**15, "queries": 2, "head_dim": 1},
+            {},
+            "heads / kv_heads * queries 65536 is not supported (at most 65535)",
+        ),
         ({}, {"key_bits": np.int32(2)}, "key_bits 2 is not supported (8 or 4)"),
         ({}, {"value_bits": np.int32(3)}, "value_bits 3 is not supported (8 or 4)"),
         ({}, {"value_bits": np.int32(4)}, "value_store has 20 bytes a slot, 4 bits of head_dim 20 are 10"),

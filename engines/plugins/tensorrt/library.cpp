@@ -82,6 +82,19 @@ std::string wrong_shapes(const Tensor* inputs, int count, const Dims* shapes) {
     return "";
 }
 
+std::string wrong_sizes(std::initializer_list<Size> sizes) {
+    for (const Size& s : sizes)
+        if (s.size > s.most)
+            return text(
+                "%s %lld is not supported (at most %lld)",
+                s.name,
+                static_cast<long long>(s.size),
+                static_cast<long long>(s.most));
+    return "";
+}
+
+int64_t times(int64_t a, int64_t b) { return a < 0 || b < 0 ? -1 : a * b; }
+
 std::string read(const PluginFieldCollection& fields, const std::vector<Attribute>& attributes) {
     for (const Attribute& attribute : attributes) {
         double number = 0;

@@ -10,6 +10,7 @@
 #include <NvInferRuntime.h>
 
 #include <cstring>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,12 @@ struct Attribute {
     bool required = true;
 };
 
+// What a kernel has a limit for.
+struct Size {
+    const char* name;
+    int64_t size, most;
+};
+
 // printf into a string.
 std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
@@ -55,6 +62,8 @@ bool failed(const char* operator_name, const std::string& complaint);
 // Complaints, or "". A size of -1 is not known yet.
 std::string wrong_types(const Tensor* inputs, int count, const DataType* types);
 std::string wrong_shapes(const Tensor* inputs, int count, const Dims* shapes);
+std::string wrong_sizes(std::initializer_list<Size> sizes);
+int64_t times(int64_t a, int64_t b);  // -1 where one is not known yet
 std::string read(const PluginFieldCollection& fields, const std::vector<Attribute>& attributes);
 
 // The input's dimension of that name; NULL: none has it.

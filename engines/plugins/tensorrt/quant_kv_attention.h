@@ -10,7 +10,6 @@ namespace unicache {
 
 struct QuantKVAttention {
     static constexpr char NAME[] = "QuantKVAttention";
-    static constexpr int MOST_HEAD_DIM = 256;  // the kernel's
 
     static constexpr Tensor INPUTS[] = {
         {"query", FLOAT, {"batch", "heads", "queries", "head_dim"}},
@@ -39,7 +38,16 @@ struct QuantKVAttention {
 
     std::string wrong(const Dims* input) const {
         const long batch = input[0].d[0], heads = input[0].d[1], head_dim = input[0].d[3], kv_heads = input[1].d[1];
-        if (head_dim > MOST_HEAD_DIM) return text("head_dim %ld is not supported (at most %d)", head_dim, MOST_HEAD_DIM);
+        const long queries = input[0].d[2], slots = input[1].d[2], window = input[6].d[2];
+        const std::string sizes = wrong_sizes({
+            {"head_dim", head_dim, UNICACHE_MOST_HEAD_DIM},
+            {"batch * kv_heads", times(batch, kv_heads), UNICACHE_MOST_HEADS},
+            {"heads / kv_heads * queries", times(kv_heads > 0 ? heads / kv_heads : -1, queries), UNICACHE_MOST_HEADS},
+            {"slots", slots, UNICACHE_MOST_TOKENS},
+            {"window", window, UNICACHE_MOST_TOKENS},
+            {"queries * window", times(queries, window), UINT32_MAX},
+        });
+        if (!sizes.empty()) return sizes;
         if (heads >= 0 && kv_heads > 0 && heads % kv_heads)
             return text("%ld heads are not a multiple of the %ld kv_heads", heads, kv_heads);
         const std::string key = wrong_store("key", key_bits, input[1], input[2], batch, head_dim);

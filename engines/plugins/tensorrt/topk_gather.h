@@ -33,7 +33,12 @@ struct TopKGather {
         const int64_t tokens = input[0].d[2];
         if (k < 1) return text("k %d is not supported (at least 1)", k);
         if (tokens >= 0 && k > tokens) return text("k %d is more than the %ld tokens", k, static_cast<long>(tokens));
-        return "";
+        const int64_t width = std::max(input[1].d[3], input[2].d[3]);
+        return wrong_sizes({
+            {"batch * kv_heads", times(input[0].d[0], input[0].d[1]), UNICACHE_MOST_HEADS},
+            {"tokens", tokens, INT32_MAX},
+            {"k * head_dim", times(k, width), UINT32_MAX / sizeof(float)},
+        });
     }
 
     size_t workspace(const PluginTensorDesc*) const { return 0; }
