@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from calibration import __main__ as command_line
+from calibration.commands.plan import PLANNED
 from calibration.devices import Figure, devices
 from calibration.plan import Chat, Planner, Row, size
 from engines.bundle import Bundle
@@ -53,8 +54,8 @@ def test_default_recipes_are_the_levels_of_the_default_bundle(
     capsys: pytest.CaptureFixture[str], demo_bundle: Bundle
 ) -> None:
     rows = json.loads(plan(capsys, "--json")[1])["recipes"]
-    assert set(demo_bundle.manifest.levels) == set(command_line.PLANNED)
-    assert [row["recipe"] for row in rows] == [*command_line.PLANNED, "pages"]  # the checkpoint's own, once
+    assert set(demo_bundle.manifest.levels) == set(PLANNED)
+    assert [row["recipe"] for row in rows] == [*PLANNED, "pages"]  # the checkpoint's own, once
 
 
 def test_weights_are_not_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,5 @@
+"""The commands, one module each: `add` describes its options, `run` does it. Heavy imports are inside `run`."""
+
+from calibration.commands import guard, map, plan, precision, sensitivity
+
+COMMANDS = (sensitivity, precision, map, plan, guard)

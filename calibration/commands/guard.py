@@ -1,0 +1,92 @@
+"""`guard`: a recipe beside the uncompressed model, on held-out samples."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from calibration.commands.options import Commands, numbers, progress_bar, share
+from engines.errors import positive
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "guard",
+        help="compare a recipe with the uncompressed model on held-out samples; exits with 1 if it is refused",
+        description="A recipe beside the uncompressed model, on samples that it was not calibrated on.",
+        epilog="example:  python -m calibration guard models/demo-vlm --recipe balanced --lighten",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
+    parser.add_argument("--recipe", required=True, metavar="NAME|FILE", help="that is judged")
+    parser.add_argument(
+        "--lighter", action="append", default=[], metavar="NAME|FILE", help="judged next if it is refused; repeat it"
+    )
+    parser.add_argument(
+        "--lighten", action="store_true", help="if it is refused, keep more, then more bits, until it holds"
+    )
+    parser.add_argument(
+        "--samples", help="folder with samples.jsonl, or easy-vqa (default: CHECKPOINT/samples); some are held out"
+    )
+    parser.add_argument("--held-out", help="the same: other samples, all held out; those of --samples all calibrate")
+    parser.add_argument("--share", type=share, default=0.25, help="of the samples that are held out (default: 0.25)")
+    parser.add_argument("--seed", type=int, default=0, help="chooses these (default: 0)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="judge by the first N held-out samples only")
+    parser.add_argument("--later", action="store_true", help="the question comes after the compression")
+    parser.add_argument("--map", type=Path, help="an attention map: its ranges are the calibrated ones")
+    parser.add_argument(
+        "--limits",
+        type=numbers,
+        default={},
+        metavar="NAME=NUMBER,...",
+        help="what a recipe may cost (default: attention_kl=0.1,layers=3,logit_kl=0.05,perplexity=5,task=5)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import itertools
+    import json
+
+    from calibration import attention_map, guard_table, samples
+    from calibration.guard import Guard
+    from calibration.lighten import changes, lighter
+    from calibration.verdict import Limits
+    from engines.config import parse
+    from export import checkpoint as checkpoints
+    from export import recipe as recipes
+
+    folder = arguments.checkpoint
+    limits = parse(Limits, arguments.limits, "--limits")
+    recipe, *others = (recipes.load(name, folder) for name in (arguments.recipe, *arguments.lighter))
+    given = samples.read(arguments.samples or folder / "samples", text_only=True)
+    if arguments.held_out:
+        calibration, held_out = given, samples.read(arguments.held_out, text_only=True)
+    else:
+        calibration, held_out = samples.split(given, arguments.seed, arguments.share)
+    held_out = held_out[: arguments.limit]
+    known = attention_map.load(arguments.map) if arguments.map else None
+    checkpoint = checkpoints.load(folder)
+    candidates = itertools.chain([recipe, *others], lighter((others or [recipe])[-1]) if arguments.lighten else [])
+    with progress_bar() as bar:
+
+        def progress(what: str) -> Callable[[], None]:
+            return partial(bar.advance, bar.add_task(what, total=len(held_out)))
+
+        tried = Guard(checkpoint, calibration, held_out, limits, known, arguments.later, progress).first(candidates)
+    chosen, verdict = tried[-1]
+    if arguments.json:
+        used = chosen.settings() if verdict.holds else None
+        print(json.dumps({"recipe": used, "verdicts": [dataclasses.asdict(judged) for _, judged in tried]}))
+    for candidate, judged in tried if not arguments.json else ():
+        print("\n".join(guard_table.lines(judged)))
+        if candidate not in (recipe, *others):
+            print("it says: " + ", ".join(f"{key} = {value}" for key, value in changes(candidate, recipe).items()))
+        print()
+    for warning in verdict.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return 0 if verdict.holds else 1

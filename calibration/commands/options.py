@@ -1,0 +1,51 @@
+"""What the commands' options have in common."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+Commands: TypeAlias = "argparse._SubParsersAction"
+
+
+def number(fits: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    """The `type` of an option that takes a number."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"must be a number {what}, got {text!r}")
+        return value
+
+    return number
+
+
+share = number(lambda share: 0 <= share <= 1, "from 0 to 1")
+nats = number(lambda nats: 0 < nats < 1e6, "above 0")
+size = number(lambda size: 0 <= size < 2**20, "of GiB from 0")
+
+
+def numbers(text: str) -> dict[str, float | int]:
+    """NAME=NUMBER,... as the `type` of an option."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        return {name.strip(): float(number) if set(".e") & set(number) else int(number) for name, _, number in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be NAME=NUMBER,..., got {text!r}") from None
+
+
+def progress_bar() -> Progress:
+    """A bar on a terminal; elsewhere nothing, so that a mistake is one line."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)

@@ -1,0 +1,86 @@
+"""`precision`: what each layer loses in few bits, and the bits chosen by it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from calibration.commands.options import Commands, nats, progress_bar
+from engines.errors import positive
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser("precision", help="measure what each layer loses in few bits, and choose by it")
+    parser.set_defaults(run=run)
+    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
+    parser.add_argument("--samples", type=Path, help="folder with samples.jsonl (default: CHECKPOINT/samples)")
+    parser.add_argument(
+        "--recipe", default="balanced", help="its [quantize] sets the methods' common knobs (default: balanced)"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help="to choose from, the narrowest first (default: int4 k8v4 int8 float16)",
+    )
+    parser.add_argument(
+        "--limit-kl",
+        type=nats,
+        default=0.001,
+        metavar="X",
+        help="what all layers may lose, nats a token of an answer, each an equal share (default: 0.001)",
+    )
+    parser.add_argument("--later", action="store_true", help="the question comes after the compression")
+    parser.add_argument("--limit", type=positive, metavar="N", help="measure on the first N samples only")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    import json
+
+    from calibration import precision, samples
+    from calibration.prepare import prepare
+    from export import checkpoint as checkpoints
+    from export import recipe as recipes
+
+    recipe = recipes.load(arguments.recipe, arguments.checkpoint)
+    tables = precision.tables(recipe, arguments.methods or precision.METHODS)
+    methods = [precision.method_of(recipe, table) for table in tables]
+    chosen = samples.read(arguments.samples or arguments.checkpoint / "samples")[: arguments.limit]
+    checkpoint = checkpoints.load(arguments.checkpoint)
+    layers = range(checkpoint.decoder.num_layers)
+    with progress_bar() as bar:
+        # Layers are those of the decoder that the recipe makes; calibrated is what any of the methods needs.
+        every = precision.method_of(recipe, {"method": "by-layer", "layers": tables})
+        recipe = dataclasses.replace(recipe, quantize=every)
+        found = prepare(checkpoint, {recipe.name: recipe}, chosen)[recipe.name]
+        checkpoint = dataclasses.replace(checkpoint, decoder=found.decoder)
+        known = found.statistics
+        ways = [[precision.through(method, known[layer] if known else None) for method in methods] for layer in layers]
+        task = bar.add_task("samples", total=2 * len(chosen))
+
+        def measured(choices: list[dict[int, precision.Through]]):
+            return precision.measure(
+                checkpoint, recipe, chosen, choices, arguments.later, progress=lambda: bar.advance(task)
+            )
+
+        losses = measured([{layer: way} for layer in layers for way in ways[layer]]).reshape(len(layers), -1)
+        best = precision.choose(losses, arguments.limit_kl)
+        together = measured([{layer: ways[layer][i] for layer, i in enumerate(best)}])[0]
+    if arguments.json:
+        figures = {"methods": tables, "kl": losses.tolist(), "chosen": best, "kl_together": together}
+        print(json.dumps({"samples": len(chosen), "limit_kl": arguments.limit_kl, **figures}))
+        return
+    share = arguments.limit_kl / len(layers)
+    print(f"KL of the answer's logits, nats a token, where one layer is quantized; {len(chosen)} samples")
+    print("layer " + "".join(f"{table['method']:>12}" for table in tables))
+    for layer, row in enumerate(losses):
+        cells = (f"{loss:11.1e}{'*' if i == best[layer] else ' '}" for i, loss in enumerate(row))
+        print(f"{layer:5} {''.join(cells)}".rstrip())
+    print(f"* the narrowest of at most {share:.1e}, a layer's share of {arguments.limit_kl:g}")
+    above = "" if together <= arguments.limit_kl else ", above the limit: layers are not independent, lower --limit-kl"
+    print(f"all layers as chosen: {together:.1e}{above}")
+    if unfit := [layer for layer, i in enumerate(best) if losses[layer, i] > share]:
+        print(f"layers that lose more by every method: {', '.join(map(str, unfit))}")
+    print(f"\n{precision.fragment([tables[i] for i in best])}")
