@@ -6,10 +6,11 @@ They differ from a loss of accuracy: a model can lose points in many ways, and t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engines.guard import Failure
 
 CASES = 5  # observations below which nothing is said
 STEPS = 6  # of an answer that are read from the cache: below it, a trend is none
@@ -24,27 +25,6 @@ REMEDIES = {
     "(keep = 1.0); more bits, or a longer  [window]",
     LOOPS: 'merge less: raise  [merge] merge_above , or  method = "evict"; where nothing is merged, keep more',
 }
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What a detector says.
-
-    Attributes:
-        found: whether the model fails like that; None: the samples do not tell.
-        figure, limit: above which it fails; None: not measured.
-        cases: what the figure is of.
-        detail: in words.
-        remedy: what to change in the recipe.
-    """
-
-    name: str
-    found: bool | None
-    figure: float | None
-    limit: float
-    cases: int
-    detail: str
-    remedy: str = ""
 
 
 def blindness(whole: Sequence[NDArray[np.bool_]], compressed: Sequence[NDArray[np.bool_]], limit: float) -> Failure:

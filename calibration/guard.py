@@ -28,8 +28,9 @@ from calibration.ranges import exceeding, measure_ranges, of_map
 from calibration.samples import Sample, model_inputs
 from calibration.sensitivity import ends
 from calibration.survey import fingerprint, warnings
-from calibration.verdict import Limits, Task, Verdict, few, reasons_against, task_of
+from calibration.verdict import few, reasons_against, task_of
 from engines.errors import UserError
+from engines.guard import Limits, Task, Verdict
 from export import recipe as recipes
 from export.buckets import bucket_length
 from export.checkpoint import Checkpoint
@@ -100,7 +101,7 @@ class Guard:
     """Judges recipes on held-out samples; the uncompressed model reads them once.
 
     Attributes:
-        layers: whose attention is compared.
+        layers: whose attention is kept.
     """
 
     def __init__(
@@ -108,27 +109,25 @@ class Guard:
         checkpoint: Checkpoint,
         calibration: Sequence[Sample],
         held_out: Sequence[Sample],
-        limits: Limits | None = None,
+        layers: int = Limits().layers,
         known: AttentionMap | None = None,
-        later: bool = False,
         progress: Progress = lambda what: lambda: None,
     ):
         """
         Args:
             calibration: what recipes are calibrated on.
             held_out: none of them.
+            layers: the last so many are kept for comparison; the most that the `[guard]` of any recipe asks for.
             known: whose ranges are the calibrated ones; without, they are those of `calibration`.
-            later: whether the question comes after the compression.
             progress: called with the name of every recipe; what it returns is called once a held-out sample.
 
         Raises:
             UserError: a sample that makes no prompt, or nothing is read from the cache.
         """
         self.checkpoint, self.calibration, self.held_out = checkpoint, list(calibration), list(held_out)
-        self.limits, self.known, self.later, self.progress = limits or Limits(), known, later, progress
+        self.known, self.progress = known, progress
         self._prepared: dict[str, Prepared] = {}  # by the settings that matter to it
-        layers, done = checkpoint.decoder.num_layers, progress("uncompressed")
-        self.layers = list(range(max(0, layers - self.limits.layers), layers))
+        self.layers, done = list(range(checkpoint.decoder.num_layers))[-layers:], progress("uncompressed")
         prompts = [prompt_of(checkpoint, model_inputs(checkpoint.processor, sample)) for sample in held_out]
         answers = [self._answer(sample) for sample in held_out]
         longest, most = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True)), checkpoint.max_positions()
@@ -179,8 +178,11 @@ class Guard:
         ranges = of_map(self.known) if self.known else measure_ranges(self.checkpoint, self.calibration)
         return found + exceeding(ranges, measure_ranges(self.checkpoint, self.held_out))
 
-    def judge(self, recipe: Recipe) -> Verdict:
-        """Compare a recipe with the uncompressed model.
+    def judge(self, recipe: Recipe, later: bool = False) -> Verdict:
+        """Compare a recipe with the uncompressed model, by the limits in its `[guard]`.
+
+        Args:
+            later: whether the question comes after the compression.
 
         Raises:
             UserError: a prompt or an answer does not fit the recipe.
@@ -192,7 +194,8 @@ class Guard:
             self._prepared[key] = prepare(self.checkpoint, {name: recipe}, self.calibration)[name]
         prepared = self._prepared[key]
         recipe = with_entropy(self.checkpoint, {name: recipe}, {name: prepared.decoder}, self.calibration)[name]
-        reader = Reader(self.checkpoint, recipe, prepared, self.layers, self.reach, self.later)
+        layers = self.layers[-recipe.guard.layers :]
+        reader = Reader(self.checkpoint, recipe, prepared, layers, self.reach, later)
         readings, said, changes = [], [], []
         for reference in self.references:
             readings.append(reader.read(reference.prompt, reference.answer))
@@ -200,20 +203,16 @@ class Guard:
             if reference.other is not None:
                 changes.append(_changes(readings[-1], reader.read(reference.other, reference.answer)))
             done()
-        return self._verdict(recipe, prepared, readings, said, changes)
+        return self._verdict(reader, readings, said, changes)
 
     def _verdict(
-        self,
-        recipe: Recipe,
-        prepared: Prepared,
-        readings: list[Reading],
-        said: list[list[int]],
-        changes: list[NDArray[np.bool_]],
+        self, reader: Reader, readings: list[Reading], said: list[list[int]], changes: list[NDArray[np.bool_]]
     ) -> Verdict:
-        limits, references = self.limits, self.references
+        recipe, limits, references = reader.recipe, reader.recipe.guard, self.references
         pairs = [(reference.reading, reading) for reference, reading in zip(references, readings, strict=True)]
         apart = [logit_kl(whole.log_probs, compressed.log_probs) for whole, compressed in pairs]
-        attention = [_mean_attention_kl(pairs, layer, self._real_heads(prepared, layer)) for layer in self.layers]
+        heads = {layer: self._real_heads(reader.prepared, layer) for layer in reader.layers}
+        attention = [_mean_attention_kl(pairs, layer, real) for layer, real in heads.items()]
         likelihoods = [
             [_of_answer(pair[side].log_probs, r.answer) for pair, r in zip(pairs, references, strict=True)]
             for side in (0, 1)
@@ -228,6 +227,7 @@ class Guard:
         ]
         verdict = Verdict(
             recipe=recipe.name,
+            later=reader.later,
             holds=True,
             reasons=[],
             warnings=[*self.warnings, *few(tasks, limits.task)],
@@ -236,7 +236,7 @@ class Guard:
             held_out=len(references),
             tokens=sum(map(len, apart)),
             read=sum(len(row) - 1 for row in apart),
-            layers=self.layers,
+            layers=reader.layers,
             attention_kl=attention,
             logit_kl=float(torch.cat(apart).mean()),
             perplexity=perplexity,
@@ -272,11 +272,11 @@ class Guard:
     def _text(self, answer: list[int]) -> str:
         return self.checkpoint.processor.tokenizer.decode(answer, skip_special_tokens=True).strip().lower()
 
-    def first(self, candidates: Iterable[Recipe]) -> list[tuple[Recipe, Verdict]]:
+    def first(self, candidates: Iterable[Recipe], later: bool = False) -> list[tuple[Recipe, Verdict]]:
         """Judge recipes in their order, the lightest last, up to the first that holds; none after the last one does."""
         judged: list[tuple[Recipe, Verdict]] = []
         for recipe in candidates:
-            judged.append((recipe, self.judge(recipe)))
+            judged.append((recipe, self.judge(recipe, later)))
             if judged[-1][1].holds:
                 break
         return judged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from calibration.map_table import markdown
-from calibration.verdict import Limits, Task, Verdict
+from engines.guard import Limits, Task, Verdict
 
 
 def lines(verdict: Verdict) -> list[str]:

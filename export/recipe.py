@@ -12,6 +12,7 @@ from engines.bundle import Adaptive
 from engines.config import parse
 from engines.errors import UserError
 from engines.gate import Fallback, Gate
+from engines.guard import Limits
 from export.stages import budget, importance, merge, modality, perception, quantize, shorten
 from export.stages.heads import Heads
 from export.stages.positions import Positions
@@ -73,6 +74,7 @@ class Recipe:
         merge: what becomes of the tokens that are not kept.
         quantize: how the store holds keys and values.
         gate, fallback: which of perception's buckets a request may take, by memory and by the prompt; left out: any.
+        guard: what it may cost on held-out samples.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Recipe:
     window: Window = field(default_factory=Window)
     gate: Gate | None = None
     fallback: Fallback | None = None
+    guard: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         for name in (self.name, self.unknown or self.name):

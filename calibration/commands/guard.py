@@ -43,7 +43,8 @@ def add(commands: Commands) -> None:
         type=numbers,
         default={},
         metavar="NAME=NUMBER,...",
-        help="what a recipe may cost (default: attention_kl=0.1,layers=3,logit_kl=0.05,perplexity=5,task=5)",
+        help="what a recipe may cost (default: its [guard]; what that leaves out is attention_kl=0.1,layers=3,"
+        "logit_kl=0.05,perplexity=5,task=5)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
 
@@ -55,14 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
     from calibration import attention_map, guard_table, samples
     from calibration.guard import Guard
     from calibration.lighten import changes, lighter
-    from calibration.verdict import Limits
     from engines.config import parse
+    from engines.guard import Limits
     from export import checkpoint as checkpoints
     from export import recipe as recipes
 
     folder = arguments.checkpoint
-    limits = parse(Limits, arguments.limits, "--limits")
-    recipe, *others = (recipes.load(name, folder) for name in (arguments.recipe, *arguments.lighter))
+
+    def limited(recipe: recipes.Recipe) -> recipes.Recipe:
+        limits = parse(Limits, dataclasses.asdict(recipe.guard) | arguments.limits, "--limits")
+        return dataclasses.replace(recipe, guard=limits)
+
+    recipe, *others = (limited(recipes.load(name, folder)) for name in (arguments.recipe, *arguments.lighter))
     given = samples.read(arguments.samples or folder / "samples", text_only=True)
     if arguments.held_out:
         calibration, held_out = given, samples.read(arguments.held_out, text_only=True)
@@ -77,7 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         def progress(what: str) -> Callable[[], None]:
             return partial(bar.advance, bar.add_task(what, total=len(held_out)))
 
-        tried = Guard(checkpoint, calibration, held_out, limits, known, arguments.later, progress).first(candidates)
+        layers = max(candidate.guard.layers for candidate in (recipe, *others))
+        guard = Guard(checkpoint, calibration, held_out, layers, known, progress)
+        tried = guard.first(candidates, arguments.later)
     chosen, verdict = tried[-1]
     if arguments.json:
         used = chosen.settings() if verdict.holds else None

@@ -18,12 +18,12 @@ from PIL import Image
 from calibration import __main__ as command_line
 from calibration import guard as guards
 from calibration import samples, survey
-from calibration.failures import BLINDNESS, DRIFT, LOOPS, Failure
+from calibration.failures import BLINDNESS, DRIFT, LOOPS
 from calibration.guard import Guard, Reader, attention_kl, logit_kl
 from calibration.ranges import measure_ranges, of_map
-from calibration.verdict import Limits, Verdict
 from engines.config import parse
 from engines.errors import UserError
+from engines.guard import Failure, Limits, Verdict
 from export import checkpoint as checkpoints
 from export import recipe as recipes
 from export.checkpoint import Checkpoint
@@ -71,7 +71,7 @@ def checkpoint(folder: Path) -> Checkpoint:
 @pytest.fixture(scope="module")
 def guard(checkpoint: Checkpoint) -> Guard:
     known = samples.read(checkpoint.path / "samples")
-    return Guard(checkpoint, known[:2], known[2:], Limits(layers=2))
+    return Guard(checkpoint, known[:2], known[2:], layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +152,24 @@ def test_a_ruinous_recipe_is_refused_with_every_reason(guard: Guard) -> None:
     assert parse(Verdict, json.loads(json.dumps(dataclasses.asdict(verdict))), "verdict") == verdict
 
 
+def test_limits_are_the_recipes_own(guard: Guard) -> None:
+    stated = {
+        "attention_kl": 100.0,
+        "logit_kl": 100.0,
+        "perplexity": 1e6,
+        "task": 100.0,
+        "blindness": 1.0,
+        "loops": 1.0,
+    }
+    hard = tiny.recipe(**RUINOUS, guard={**stated, "layers": 1})
+    told = guard.judge(hard)
+    assert (told.holds, told.layers, told.limits) == (True, [2], Limits(**stated, layers=1))
+    strict = dataclasses.replace(hard, guard=dataclasses.replace(hard.guard, logit_kl=told.logit_kl * 0.99))
+    assert guard.judge(strict).reasons == [
+        f"logit KL {told.logit_kl:.3g} nats a token is above {told.logit_kl * 0.99:g}"
+    ]
+
+
 def test_divergences_of_planted_distributions() -> None:
     p, q = torch.tensor([0.5, 0.4, 0.1]), torch.tensor([5 / 9, 4 / 9, 0.0])
     assert attention_kl(p, q).item() == pytest.approx(-math.log(0.9))  # 90 % of the attention was kept
@@ -165,14 +183,15 @@ def test_merged_heads_are_compared_by_their_mean(plants: Path) -> None:
     """Twins become one head, the others get copies of their query heads: nothing is lost, and no copy counts."""
     checkpoint, known = checkpoints.load(plants), samples.read(plants / "samples")
     layer, *_ = planted.TWINS
-    guard = Guard(checkpoint, known[:2], known[2:4], Limits(layers=planted.LAYERS))
-    recipe = tiny.recipe(heads={"merge": True, "threshold": 0.99})
+    guard = Guard(checkpoint, known[:2], known[2:4], planted.LAYERS)
+    limits = {"layers": planted.LAYERS}
+    recipe = tiny.recipe(heads={"merge": True, "threshold": 0.99}, guard=limits)
     assert guards.prepare(checkpoint, {"a": recipe}, known[:2])["a"].decoder.kv_heads == [4, 3, 4, 4]
     found = guard.judge(recipe)
     assert [len(heads) for heads in found.attention_kl] == [8, 1, 8, 8]
     assert found.attention_kl[layer][0] < 1e-4
     assert found.holds
-    ruined = guard.judge(tiny.recipe(heads={"merge": True, "threshold": -1.0}))
+    ruined = guard.judge(tiny.recipe(heads={"merge": True, "threshold": -1.0}, guard=limits))
     assert ruined.attention_kl[layer][0] > 0.1
 
 
@@ -217,15 +236,14 @@ def test_a_cache_without_the_image_is_blind(pages: Guard) -> None:
 
 def test_questions_may_come_later(pages: Guard) -> None:
     """What the question asks for can go while it is not known: `extreme` is ruined by that, and `chat` made for it."""
-    later = Guard(pages.checkpoint, pages.calibration, pages.held_out, later=True)
-    whole = later.judge(recipes.load("off"))
+    whole = pages.judge(recipes.load("off"), later=True)
     assert np.max(whole.attention_kl) < 1e-4
     assert whole.logit_kl < 1e-4
     assert whole.holds
     extreme, chat = recipes.load("extreme"), recipes.load("chat")
     assert pages.judge(extreme).tasks["page"].change == 0
-    assert later.judge(extreme).tasks["page"].change < -50
-    assert later.judge(chat).tasks["page"].change == 0
+    assert pages.judge(extreme, later=True).tasks["page"].change < -50
+    assert pages.judge(chat, later=True).tasks["page"].change == 0
 
 
 def test_drift_and_loops_are_reasons(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:

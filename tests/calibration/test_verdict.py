@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from calibration import guard as guards
-from calibration.failures import Failure
-from calibration.verdict import Limits, Verdict, task_of
+from calibration.verdict import task_of
+from engines.guard import Failure, Limits, Verdict
 
 
 def verdict(**figures: Any) -> Verdict:
     healthy: dict[str, Any] = {
-        "recipe": "r", "holds": True, "reasons": [], "warnings": [], "limits": Limits(), "calibrated": 1, "held_out": 1,
-        "tokens": 2, "read": 1, "layers": [4, 5], "attention_kl": [[0.02, 0.18], [0.1, 0.1]], "logit_kl": 0.05,
+        "recipe": "r", "later": False, "holds": True, "reasons": [], "warnings": [], "limits": Limits(),
+        "calibrated": 1, "held_out": 1, "tokens": 2, "read": 1, "layers": [4, 5],
+        "attention_kl": [[0.02, 0.18], [0.1, 0.1]], "logit_kl": 0.05,
         "perplexity": 1.0, "perplexity_compressed": 1.05, "perplexity_change": 5.0,
         "tasks": {"page": task_of(np.array([[1.0, 1.0]] * 19 + [[1.0, 0.0]]))}, "failures": [],
     }  # fmt: skip
