@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from engines.backend import Status
-from engines.errors import Parser, command
+from engines.errors import Parser, UserError, command
 
 if TYPE_CHECKING:
     from engines.bundle import Bundle
@@ -43,6 +43,17 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the backend's choice)")
     ask.add_argument("--no-kernels", action="store_true", help="run the graphs as they are, without compiled kernels")
     ask.add_argument("--json", action="store_true", help="print one JSON object instead of the answer")
+    drawn = ask.add_argument_group("how tokens are chosen", argument_default=argparse.SUPPRESS)  # Sampling has them
+    drawn.add_argument("--temperature", type=float, metavar="T", help="draw tokens; at 0 (default) take the likeliest")
+    drawn.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest")
+    drawn.add_argument("--top-p", type=float, metavar="P", help="draw among the likeliest that have P together")
+    drawn.add_argument("--min-p", type=float, metavar="P", help="draw among those that have P times the likeliest's")
+    drawn.add_argument("--seed", type=int, metavar="N", help="draw the same tokens every time")
+    drawn.add_argument("--repetition-penalty", type=float, metavar="X", help="over 1: repeat less (default: 1)")
+    drawn.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; repeat it for several")
+    drawn.add_argument(
+        "--logprobs", type=int, metavar="N", help="tell log-probabilities: the tokens' and N likeliest's"
+    )
 
     info = commands.add_parser("info", help="what a bundle holds and what can run it here")
     info.set_defaults(run=_info)
@@ -53,16 +64,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _ask(arguments: argparse.Namespace) -> None:
     import runtime
+    from runtime.sampling import Sampling
 
+    given = {name: vars(arguments)[name] for name in Sampling.__dataclass_fields__ if name in arguments}
+    sampling = Sampling(**given)
+    idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p", "seed") if name in given]
+    if idle and sampling.temperature == 0:
+        raise UserError(f"{', '.join(idle)}: at temperature 0 nothing is drawn: add  --temperature 1")
     vlm = runtime.open(
         arguments.bundle, arguments.backend, arguments.level, arguments.threads, not arguments.no_kernels
     )
-    stream = vlm.generate(
+    stream = vlm.stream(
         arguments.question,
-        images=arguments.image,
-        max_new_tokens=arguments.max_new_tokens,
-        stream=True,
+        arguments.image,
+        arguments.max_new_tokens,
         question_later=arguments.question_later,
+        sampling=sampling,
     )
     for piece in stream:
         if not arguments.json:
@@ -71,9 +88,14 @@ def _ask(arguments: argparse.Namespace) -> None:
     if arguments.json:
         values = dataclasses.asdict(stats)
         values |= {"answer": result.text, "tokens": result.tokens, "seconds_by_part": stats.seconds}
+        values |= {"finish_reason": result.finish_reason}
+        values |= {"logprobs": [dataclasses.asdict(each) for each in result.logprobs]}
         print(json.dumps(values | {"seconds": sum(stats.seconds.values())}))
         return
     print()
+    for each in result.logprobs:
+        beside = ", ".join(f"{vlm.tokenizer.id_to_token(token)!r} {value:z.3f}" for token, value in each.top)
+        print(f"{vlm.tokenizer.id_to_token(each.token)!r} {each.logprob:z.3f}  [{beside}]", file=sys.stderr)
     print(
         f"[{stats.level}, {stats.backend} ({stats.provider}{', kernels' * stats.kernels}); "
         f"{stats.prompt_tokens} prompt tokens, {stats.visual_tokens} visual tokens kept; "

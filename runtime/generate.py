@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,9 +13,13 @@ import numpy as np
 
 from engines.bundle import Level
 from engines.errors import UserError
+from runtime.sampling import Logprob, Sampler, Sampling, logprob
+from runtime.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     from runtime.model import VLM
+
+FINISHED = {"end": "stop", "stop_string": "stop", "cancelled": "cancelled"}  # every other reason is a limit of length
 
 
 @dataclass
@@ -31,8 +36,8 @@ class Stats:
         kv_bytes_uncompressed: fp16 keys and values of the whole prompt and every generated token.
         compactions: how often the window was compacted into the store.
         seconds: by part: load, images, vision, prefill, question (when asked later), decode, compact.
-        stop_reason: `end` (the end token), `max_new_tokens`, `window_full` (this level never compacts) or
-            `max_positions` (the model's limit).
+        stop_reason: `end` (the end token), `stop_string`, `max_new_tokens`, `window_full` (this level never compacts),
+            `max_positions` (the model's limit) or `cancelled`.
     """
 
     level: str
@@ -60,18 +65,30 @@ class Stats:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """An answer; `tokens` are the generated ids without the end token (with `ignore_eos`: all)."""
+    """An answer.
 
-    text: str
-    tokens: list[int]
+    Attributes:
+        tokens: the generated ids without the end token (with `ignore_eos`: all); those of a stop string are among them,
+            though it is no part of the text.
+        logprobs: of every token, if they were asked for.
+    """
+
     stats: Stats
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop` (the model or a stop string ended it), `length` (a limit did) or `cancelled`."""
+        return FINISHED.get(self.stats.stop_reason, "length")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is known before any graph runs."""
+    """What is known before any graph runs, and whether the answer is still wanted."""
 
     ids: list[int]
     pixels: list[np.ndarray]
@@ -79,70 +96,78 @@ class Request:
     max_new_tokens: int
     ignore_eos: bool
     question_later: bool
-
-
-def tokens(vlm: VLM, request: Request, stats: Stats) -> Iterator[int]:
-    """The ids of an answer, one at a time: read the prompt, then choose a token and let the model read it, in turns."""
-    context = vlm.read(request, stats)
-    while True:
-        token = _argmax(context.logits)
-        if token in vlm.model.eos_token_ids and not request.ignore_eos:
-            stats.stop_reason = "end"
-            break
-        stats.generated_tokens += 1
-        yield token
-        if stats.generated_tokens == request.max_new_tokens:
-            stats.stop_reason = "max_new_tokens"
-            break
-        if stop := vlm.advance(context, token, request, stats):
-            stats.stop_reason = stop
-            break
-    stats.kv_bytes, stats.compactions = context.state.nbytes, context.state.compactions
-    stats.kv_bytes_uncompressed = vlm.model.kv_bytes(stats.prompt_tokens + stats.generated_tokens)
-
-
-def _argmax(logits: np.ndarray) -> int:
-    token = int(logits[0].argmax())
-    if np.isnan(logits[0, token]):  # argmax finds the first nan
-        raise UserError(
-            "the model's logits are not numbers: an overflow in a graph, or a preprocessor that does not fit"
-        )
-    return token
+    sampling: Sampling
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
 
 class TextStream:
-    """Iterator over an answer's pieces of text; `result` is there when it has ended.
+    """Iterator over an answer's pieces of text; joined, they are `result.text`.
 
-    Joined, the pieces are `result.text`, unless a tokenizer's decoder rewrites text that it has already given.
+    A piece is given as soon as it is certain: no half character, and nothing that may become a stop string.
+
+    Attributes:
+        answer: the result so far.
     """
 
     def __init__(self, vlm: VLM, request: Request, stats: Stats) -> None:
-        self._pieces = self._run(vlm, request, stats)
-        self._result: Result | None = None
+        self.answer, self._request = Result(stats), request
+        self._pieces = _generate(vlm, request, self.answer)  # knows nothing of self: a stream that is left is freed
 
-    def __iter__(self) -> Iterator[str]:
-        return self._pieces
+    def __iter__(self) -> TextStream:
+        return self
 
     def __next__(self) -> str:
         return next(self._pieces)
 
+    def cancel(self) -> None:
+        """From any thread: let the answer end with the token that is being computed."""
+        self._request.cancelled.set()
+
+    def close(self) -> None:
+        """End the answer here, and free its memory."""
+        self._pieces.close()
+        self.answer.stats.stop_reason = self.answer.stats.stop_reason or "cancelled"
+
     @property
     def result(self) -> Result:
-        if self._result is None:
-            raise UserError("the stream has not ended yet: read it to its end, then take .result")
-        return self._result
+        if not self.answer.stats.stop_reason:
+            raise UserError("the stream has not ended yet: read it to its end or close it, then take .result")
+        return self.answer
 
-    def _run(self, vlm: VLM, request: Request, stats: Stats) -> Iterator[str]:
-        said: list[int] = []
-        shown = ""
-        for token in tokens(vlm, request, stats):
-            said.append(token)
-            text = vlm.decode_text(said)
-            stable = text.rstrip("\ufffd")  # half a character: the rest of its bytes comes with the next token
-            if len(stable) > len(shown) and stable.startswith(shown):
-                yield stable[len(shown) :]
-                shown = stable
-        text = vlm.decode_text(said)
-        if text != shown:
-            yield text[len(shown) :]
-        self._result = Result(text, said, stats)
+
+def _generate(vlm: VLM, request: Request, answer: Result) -> Generator[str]:
+    """Read the prompt, then choose a token and let the model read it, in turns -> the text as it grows."""
+    stats, sampling = answer.stats, request.sampling
+    if request.cancelled.is_set():
+        stats.stop_reason = "cancelled"
+        return
+    text, stops = Detokenizer(vlm.tokenizer), StopStrings(sampling.stop)
+    sampler, ends = Sampler(sampling, request.ids), () if request.ignore_eos else vlm.model.eos_token_ids
+    context = vlm.read(request, stats)
+    try:
+        while not stats.stop_reason:
+            token = sampler.choose(context.logits[0])
+            if token in ends:
+                stats.stop_reason = "end"
+                break
+            answer.tokens.append(token)
+            if sampling.logprobs is not None:
+                answer.logprobs.append(logprob(context.logits[0], token, sampling.logprobs))
+            if piece := stops.add(text.add(token)):
+                answer.text += piece
+                yield piece
+            if stops.found:
+                stats.stop_reason = "stop_string"
+            elif request.cancelled.is_set():
+                stats.stop_reason = "cancelled"
+            elif len(answer.tokens) == request.max_new_tokens:
+                stats.stop_reason = "max_new_tokens"
+            else:
+                stats.stop_reason = vlm.advance(context, token, request, stats)
+        if not stops.found and (piece := stops.add(text.end()) + stops.end()):
+            answer.text += piece
+            yield piece
+    finally:
+        stats.generated_tokens = len(answer.tokens)
+        stats.kv_bytes, stats.compactions = context.state.nbytes, context.state.compactions
+        stats.kv_bytes_uncompressed = vlm.model.kv_bytes(stats.prompt_tokens + stats.generated_tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,9 +25,12 @@ from runtime.gate import VisualGate
 from runtime.generate import Request, Result, Stats, TextStream
 from runtime.preprocess import preprocess
 from runtime.prompt import PromptReader, Rows, choose_bucket, lay_out, left_pad, question_inputs
+from runtime.sampling import GREEDY, Sampling, check_number
 from runtime.state import State
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from runtime.preprocess import ImageSource
     from runtime.prompt import Prompt
 
@@ -90,64 +93,53 @@ class VLM:
     ) -> VLM:
         """See `runtime.open`."""
         if threads is not None:
-            _check_count("threads", threads, MAX_THREADS)
+            check_number("threads", threads, 1, MAX_THREADS)
         bundle = bundles.read(Path(path))
         return cls(bundle, level, backends.choose(backend, bundle), threads, kernels)
-
-    @overload
-    def generate(
-        self,
-        prompt: Prompt,
-        images: Sequence[ImageSource] = ...,
-        max_new_tokens: int = ...,
-        stream: Literal[False] = ...,
-        ignore_eos: bool = ...,
-        question_later: bool = ...,
-    ) -> Result: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: Prompt,
-        images: Sequence[ImageSource] = ...,
-        max_new_tokens: int = ...,
-        *,
-        stream: Literal[True],
-        ignore_eos: bool = ...,
-        question_later: bool = ...,
-    ) -> TextStream: ...
 
     def generate(
         self,
         prompt: Prompt,
         images: Sequence[ImageSource] = (),
         max_new_tokens: int = MAX_NEW_TOKENS,
-        stream: bool = False,
         ignore_eos: bool = False,
         question_later: bool = False,
-    ) -> Result | TextStream:
-        """Answer greedily.
+        sampling: Sampling = GREEDY,
+    ) -> Result:
+        """The whole answer; see `stream`."""
+        text = self.stream(prompt, images, max_new_tokens, ignore_eos, question_later, sampling)
+        for _ in text:
+            pass
+        return text.result
+
+    def stream(
+        self,
+        prompt: Prompt,
+        images: Sequence[ImageSource] = (),
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        ignore_eos: bool = False,
+        question_later: bool = False,
+        sampling: Sampling = GREEDY,
+    ) -> TextStream:
+        """Answer piece by piece: an iterator of texts, whose `.result` is there at its end.
 
         Args:
             prompt: a question, or messages with one `{"type": "image"}` for every image.
             images: paths, PIL images or uint8 arrays [H, W, 3], in the order of the placeholders.
             max_new_tokens: stop after so many.
-            stream: return an iterator of pieces of text, whose `.result` is there at its end.
             ignore_eos: go on after the end token.
             question_later: compress the images before the model has seen what follows them, as when an image is
                 cached and asked about later, by the level that the opened one names for it.
+            sampling: how tokens are chosen; by default the likeliest.
 
         Raises:
             UserError: at once, before anything is generated, whatever is wrong with the request.
         """
+        if not isinstance(sampling, Sampling):
+            raise UserError(f"sampling must be a runtime.sampling.Sampling, got {sampling!r}")
         stats = Stats(self._later if question_later else self.level, self.backend, kernels=self._library is not None)
-        request = self._request(prompt, images, max_new_tokens, ignore_eos, question_later, stats)
-        text = TextStream(self, request, stats)
-        if stream:
-            return text
-        for _ in text:
-            pass
-        return text.result
+        request = self._request(prompt, images, max_new_tokens, ignore_eos, question_later, sampling, stats)
+        return TextStream(self, request, stats)
 
     def _request(
         self,
@@ -156,10 +148,11 @@ class VLM:
         max_new_tokens: int,
         ignore_eos: bool,
         question_later: bool,
+        sampling: Sampling,
         stats: Stats,
     ) -> Request:
         """Find every mistake of the user's before the first graph runs."""
-        _check_count("max_new_tokens", max_new_tokens)
+        check_number("max_new_tokens", max_new_tokens, 1)
         if isinstance(images, str | bytes | Path) or not isinstance(images, Sequence):
             raise UserError("images must be a list of images")
         if question_later and not images:
@@ -175,7 +168,7 @@ class VLM:
         choose_bucket(text + len(images) * level.least_visual_tokens, text, level)
         with stats.time("images"):
             pixels = [preprocess(image, self._preprocessor) for image in images]
-        return Request(ids, pixels, level, max_new_tokens, ignore_eos, question_later)
+        return Request(ids, pixels, level, max_new_tokens, ignore_eos, question_later, sampling)
 
     def read(self, request: Request, stats: Stats) -> Context:
         """Read the whole prompt: at once, or (`question_later`) what follows the images token by token."""
@@ -209,9 +202,9 @@ class VLM:
         context.position, context.begins = context.position + 1, ends
         return ""
 
-    def decode_text(self, tokens: list[int]) -> str:
-        """The text of generated tokens, special ones left out."""
-        return self._prompts.decode(tokens)
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._prompts.tokenizer
 
     def _embed(self, request: Request, stats: Stats) -> tuple[Rows, np.ndarray]:
         """The prompt's rows, and their embeddings [T, d]: from the table for text, from the vision graph for images."""
@@ -277,11 +270,3 @@ class VLM:
             with stats.time("load"):
                 self._sessions[graph] = backends.load(self.bundle, graph, self.threads, self._library)
         return self._sessions[graph]
-
-
-def _check_count(name: str, value: object, most: int | None = None) -> None:
-    """Refuse what is no whole number from 1 to `most`: a float would never equal a count of tokens."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise UserError(f"{name} must be a whole number, got {value!r}")
-    if value < 1 or (most is not None and value > most):
-        raise UserError(f"{name} must be {'at least 1' if most is None else f'from 1 to {most}'}, got {value}")

@@ -193,9 +193,6 @@ class PromptReader:
             raise UserError(f"token {max(ids)} is outside the model's vocabulary of {self._model.vocab_size}")
         return ids
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-
 
 def _messages(prompt: Prompt, images: int) -> list[dict[str, Any]]:
     if isinstance(prompt, str):

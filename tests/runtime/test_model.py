@@ -215,7 +215,7 @@ def test_stops_at_the_models_last_position(bundle_path: Path) -> None:
 def test_stream_equals_the_whole(level: str, bundle_path: Path) -> None:
     vlm = runtime.open(bundle_path, level=level, threads=1)
     whole = ask(vlm, "how many red", [image(0)], max_new_tokens=20)
-    stream = vlm.generate("how many red", images=[image(0)], max_new_tokens=20, stream=True)
+    stream = vlm.stream("how many red", images=[image(0)], max_new_tokens=20)
     with pytest.raises(UserError, match="read it to its end"):
         _ = stream.result
     pieces = list(stream)
@@ -230,8 +230,7 @@ def test_requests_do_not_touch_each_other(bundle_path: Path) -> None:
     vlm = runtime.open(bundle_path, level="tight", threads=1)
     alone = [ask(vlm, q, [image(i)], max_new_tokens=20, ignore_eos=True).tokens for i, q in enumerate(QUESTIONS[:2])]
     streams = [
-        vlm.generate(q, images=[image(i)], max_new_tokens=20, ignore_eos=True, stream=True)
-        for i, q in enumerate(QUESTIONS[:2])
+        vlm.stream(q, images=[image(i)], max_new_tokens=20, ignore_eos=True) for i, q in enumerate(QUESTIONS[:2])
     ]
     for _ in range(20):
         for stream in streams:

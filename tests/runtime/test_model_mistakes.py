@@ -47,16 +47,16 @@ MISTAKES: list[tuple[str, Any, Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("way", ["generate", "stream"])
 @pytest.mark.parametrize(
     ("prompt", "images", "options", "message"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES]
 )
 def test_mistake_is_told_before_anything_runs(
-    prompt: Any, images: Any, options: dict[str, Any], message: str, stream: bool, bundle_path: Path, recorder: Recorder
+    prompt: Any, images: Any, options: dict[str, Any], message: str, way: str, bundle_path: Path, recorder: Recorder
 ) -> None:
     vlm: Any = runtime.open(bundle_path, threads=1)
     with pytest.raises(UserError, match=message) as error:
-        vlm.generate(prompt, images=images, stream=stream, **options)
+        getattr(vlm, way)(prompt, images=images, **options)
     assert recorder.calls == []
     assert "\n" not in str(error.value)
 

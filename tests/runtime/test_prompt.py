@@ -186,10 +186,6 @@ def test_token_outside_the_vocabulary_is_told(tmp_path: Path) -> None:
         PromptReader(tmp_path, model(vocab_size=10)).ids("is it red", 0)
 
 
-def test_end_token_does_not_show(tmp_path: Path) -> None:
-    assert reader(tmp_path).decode([56, 64, 2]) == "red circle"
-
-
 @given(st.lists(st.one_of(st.integers(5, 12), st.sets(st.integers(0, 6), max_size=7).map(sorted)), max_size=12))
 def test_rows_by_definition(items: list[Any]) -> None:
     """A list of text ids and images (their kept places): positions count all 7 of an image, rows the kept."""
