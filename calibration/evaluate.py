@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engines.tokens import FIRST, segments
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
-from export.graphs import NEW, Compact, Decode, Decoder, Prefill, State
+from export.graphs import NEW, Compact, Decode, Decoder, Extend, Prefill, State, Stateful
 from export.recipe import Recipe
 from export.stages.tokens import PADDING, TEXT, VISUAL
 
@@ -74,10 +75,8 @@ class Eager:
             statistics: one a layer, where `recipe.quantize.calibrated`.
         """
         self.state = State(decoder, recipe, length, batch)
-        self.graphs = {
-            kind: kind(self.state, statistics).eval()
-            for kind in (Prefill, Decode, *([Compact] if self.state.compacts else []))
-        }
+        kinds = (Prefill, Decode, Extend, *([Compact] if self.state.compacts else []))
+        self.graphs: dict[type[Stateful], Stateful] = {kind: kind(self.state, statistics).eval() for kind in kinds}
         self.tensors: dict[str, Tensor] = {}
         self.count = self.compactions = 0
 
@@ -86,7 +85,7 @@ class Eager:
         """Whether the window must be compacted before the next token."""
         return self.count == self.state.window
 
-    def run(self, kind: type[Prefill] | type[Decode] | type[Compact], feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+    def run(self, kind: type[Stateful], feeds: dict[str, Tensor]) -> dict[str, Tensor]:
         """What a graph returns, by name; `feeds` may hold more than its inputs."""
         graph = self.graphs[kind]
         with torch.no_grad():
@@ -131,20 +130,39 @@ class Eager:
         """
         position = torch.tensor(positions, dtype=torch.int32)[:, None]
         out = self.run(Decode, {**self.tensors, "embedding": embedding[:, None], "position": position})
+        return self._write(out, position, torch.as_tensor(kinds).expand(self.state.batch)[:, None])
+
+    def extend(self, embeddings: Tensor, positions: Tensor, kinds: Tensor) -> Tensor:
+        """Logits [batch, vocab_size] after several tokens more, read at once; the window must have room for them.
+
+        Args:
+            embeddings: [batch, tokens, hidden_size]; positions and kinds: [batch, tokens].
+        """
+        padding = self.state.chunk - positions.shape[1]
+        feeds = {
+            "embeddings": pad(embeddings, (0, 0, padding, 0)),
+            "positions": pad(positions.int(), (padding, 0)),
+            "kinds": pad(kinds.int(), (padding, 0), value=PADDING),
+        }
+        return self._write(self.run(Extend, self.tensors | feeds), positions, kinds)
+
+    def _write(self, out: dict[str, Tensor], positions: Tensor, kinds: Tensor) -> Tensor:
+        """Take over what decode or extend returned, the last of its rows into free slots; the logits."""
         for name, tensor in out.items():
             if name.removeprefix(NEW) in self.tensors:
                 self.tensors[name.removeprefix(NEW)] = tensor
-        slot, t = self.count, self.tensors
-        t["key_window"][:, :, slot] = out["new_key"][:, :, 0]
-        t["value_window"][:, :, slot] = out["new_value"][:, :, 0]
+        rows, t = positions.shape[1], self.tensors
+        slots = slice(self.count, self.count + rows)
+        t["key_window"][:, :, slots] = out["new_key"][:, :, -rows:]
+        t["value_window"][:, :, slots] = out["new_value"][:, :, -rows:]
         if self.state.counts_mass:
-            t["window_mass"][..., slot] = out["new_mass"][..., 0]
-        t["window_bias"][:, slot] = 0
+            t["window_mass"][..., slots] = out["new_mass"][..., -rows:]
+        t["window_bias"][:, slots] = 0
         if self.state.compacts:
-            t["window_positions"][:, slot] = position[:, 0]
+            t["window_positions"][:, slots] = positions.int()
         if "window_kinds" in t:
-            t["window_kinds"][:, slot] = kinds
-        self.count += 1
+            t["window_kinds"][:, slots] = kinds.to(torch.int8)
+        self.count += rows
         return out["logits"]
 
     def generate(

@@ -45,7 +45,7 @@ class Graph:
         operators: of domain `unicache`, and how many nodes of each.
     """
 
-    kind: Literal["vision", "prefill", "decode", "compact"]
+    kind: Literal["vision", "prefill", "decode", "extend", "compact"]
     file: str
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
@@ -124,6 +124,7 @@ class Bucket:
         recent: r, tokens that stay in the window when it is compacted.
         prefill, decode, compact: names of the graphs; `compact` is empty when nothing is ever compacted.
         shortened: None where every layer sees the whole prompt.
+        extend: name of the graph that reads `chunk` tokens at once, T; empty: they are decoded one by one.
     """
 
     length: int
@@ -134,12 +135,16 @@ class Bucket:
     decode: str
     compact: str
     shortened: Shortened | None = None
+    extend: str = ""
+    chunk: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.recent <= self.window or self.length < 1:
             raise ValueError(f"needs a length and 0 <= recent <= window, got {self}")
         if self.compact and self.recent == self.window:
             raise ValueError(f"compacting must free slots: recent and window are both {self.window}")
+        if not 1 <= self.chunk <= max(self.window - self.recent, 1):
+            raise ValueError(f"a chunk of {self.chunk} does not fit a window of {self.window}, {self.recent} recent")
         if (short := self.shortened) and not (0 <= short.text <= short.tokens <= self.length and short.tokens >= 1):
             raise ValueError(f"shortened prompts need 0 <= text <= tokens <= {self.length} and a token, got {short}")
 
@@ -342,7 +347,7 @@ class Manifest:
             raise ValueError(f"the embedding table ends at {self.model.embedding.end}, behind the end of {WEIGHTS}")
 
     def _check_bucket(self, bucket: Bucket, heads: int) -> None:
-        """The graphs fit the model and each other: what prefill returns is what decode and compact take."""
+        """The graphs fit the model and each other: what prefill returns is what the others take."""
         m, length = self.model, bucket.length
         if len(bucket.capacities) != m.num_layers or min(bucket.capacities) < 0:
             raise ValueError(f"capacities {bucket.capacities} are not those of {m.num_layers} layers")
@@ -354,9 +359,16 @@ class Manifest:
         prefill.expect(logits=[1, m.vocab_size], key_window=window, value_window=window)
         decode.expect(embedding=[1, 1, m.hidden_size], position=[1, 1], logits=[1, m.vocab_size])
         state = {spec.name: spec for spec in prefill.outputs}
-        token = ("embedding", "position")
-        for graph in (decode, self._graph(bucket.compact, "compact")) if bucket.compact else (decode,):
-            if strange := [s.name for s in graph.inputs if s.name not in token and state.get(s.name) != s]:
+        tokens, takers = ("embedding", "position", "embeddings", "positions", "kinds"), [decode]
+        if bucket.compact:
+            takers.append(self._graph(bucket.compact, "compact"))
+        if bucket.extend:
+            takers.append(extend := self._graph(bucket.extend, "extend"))
+            chunk, rows = [1, bucket.chunk], [1, heads, bucket.chunk, m.head_dim]
+            extend.expect(embeddings=[*chunk, m.hidden_size], positions=chunk, kinds=chunk, logits=[1, m.vocab_size])
+            extend.expect(new_key=rows, new_value=rows)
+        for graph in takers:
+            if strange := [s.name for s in graph.inputs if s.name not in tokens and state.get(s.name) != s]:
                 raise ValueError(f"{graph.file} takes {strange[0]}, which {prefill.file} does not return in that form")
 
     def _graph(self, name: str, kind: str) -> Graph:

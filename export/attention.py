@@ -93,12 +93,19 @@ def store_window_attention(
     value_window: Tensor,
     window_bias: Tensor,
     scale: float,
+    by_query: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention over a dequantized store and a window; shapes and results as `operators.quant_kv_attention`."""
+    """Attention over a dequantized store and a window; shapes and results as `operators.quant_kv_attention`.
+
+    Args:
+        by_query: do not sum the attention that slots receive over the queries: [batch, kv_heads, queries, tokens].
+    """
     slots = key_store.shape[2]
     store = attention_logits(query, key_store, scale) + store_bias.to(query.dtype).clamp(min=LOWEST)[:, :, None, None]
     window = attention_logits(query, key_window, scale) + window_bias.to(query.dtype).clamp(min=LOWEST)[:, None, None]
     attention = torch.cat([store, window], dim=-1).softmax(dim=-1)
     on_store, on_window = attention[..., :slots], attention[..., slots:]
     output = mix_values(on_store, value_store) + mix_values(on_window, value_window)
+    if by_query:
+        return output, on_store.mean(dim=2), on_window.mean(dim=2)
     return output, on_store.sum(dim=3).mean(dim=2), on_window.sum(dim=3).mean(dim=2)

@@ -16,7 +16,7 @@ from engines import bundle
 from engines.errors import UserError
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
-from export.graphs import Compact, Decode, Decoder, Graph, Prefill, State, Vision
+from export.graphs import Compact, Decode, Decoder, Extend, Graph, Prefill, State, Vision
 from export.recipe import Recipe
 from export.to_onnx import WeightFile, export
 from export.verify import largest_error
@@ -86,6 +86,8 @@ def plan_levels(
                     decode=add(f"{name}.decode_{length}", partial(Decode, state, known)),
                     compact=add(f"{name}.compact_{length}", partial(Compact, state, known)) if state.compacts else "",
                     shortened=state.shortened,
+                    extend=add(f"{name}.extend_{length}", partial(Extend, state, known)) if state.chunk > 1 else "",
+                    chunk=state.chunk,
                 )
             )
         reach = checkpoint.max_positions(recipe.positions.scale)

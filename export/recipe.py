@@ -30,6 +30,7 @@ class Window:
         share: W as a share of the bucket, clamped to `least` .. `most` tokens.
         recent: share of W that stays in the window when it is compacted, r; the other W - r slots are free for new
             tokens, so compaction costs something every W - r steps.
+        chunk: tokens of a long prompt or a new turn that are read at once, T, at most; no more than are free.
         compact: whether a full window is compacted into the store; if not, generation ends when it is full.
         dtype: of the window's keys and values.
     """
@@ -38,6 +39,7 @@ class Window:
     least: int = 8
     most: int = 64
     recent: float = 0.25
+    chunk: int = 64
     compact: bool = True
     dtype: Literal["float32", "float16"] = "float16"
 
@@ -46,6 +48,8 @@ class Window:
             raise ValueError(f"1 <= least <= most is needed, got {self.least} and {self.most}")
         if not (self.share >= 0 and 0 <= self.recent < 1):
             raise ValueError("share must be at least 0 and recent in [0, 1)")
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
         if self.compact and self.least < 2:
             raise ValueError("a window that is compacted needs at least 2 tokens")
 

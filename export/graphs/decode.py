@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engines.bundle import TensorSpec
 from export.compress import KeyStatistics
-from export.graphs.graph import NEW, Decoding
+from export.graphs.graph import NEW, Decoding, Kind
 from export.graphs.state import State
 
 NOT_DECODED = ("store_positions", "window_positions", "store_kinds", "window_kinds")  # decode does not read them
@@ -16,16 +16,12 @@ NOT_DECODED = ("store_positions", "window_positions", "store_kinds", "window_kin
 class Decode(Decoding):
     """One token's embedding and the state -> logits and the rows to write into the window."""
 
-    kind = "decode"
+    kind: Kind = "decode"
 
     def __init__(self, state: State, statistics: list[KeyStatistics] | None):
         super().__init__(state, statistics)
         specs = {name: spec for name, spec in state.specs().items() if not name.startswith(NOT_DECODED)}
-        self._takes(
-            TensorSpec("embedding", "float32", [state.batch, 1, state.decoder.hidden_size]),
-            TensorSpec("position", "int32", [state.batch, 1]),
-            *specs.values(),
-        )
+        self._takes(*self.tokens(), *specs.values())
         masses = [name for name in specs if "_mass" in name]
         self.outputs = [
             "logits",
@@ -34,34 +30,58 @@ class Decode(Decoding):
             *(["new_mass", *(NEW + name for name in masses)] if masses else []),
         ]
 
+    def tokens(self) -> list[TensorSpec]:
+        """What is read, beside the state."""
+        batch = self.state.batch
+        return [
+            TensorSpec("embedding", "float32", [batch, 1, self.state.decoder.hidden_size]),
+            TensorSpec("position", "int32", [batch, 1]),
+        ]
+
     def compute(self, embedding: Tensor, position: Tensor, **state: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return self.read(embedding, position, torch.zeros(self.state.batch, 1, 1), 1, state)
+
+    def read(
+        self, embeddings: Tensor, positions: Tensor, among: Tensor, count: int | Tensor, state: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Read `tokens` rows at once.
+
+        Args:
+            embeddings: [batch, tokens, hidden_size]; positions: [batch, tokens].
+            among: added to what the rows look at of each other, [batch, tokens, tokens], as `window_bias` in
+                `operators.quant_kv_attention`.
+            count: of the rows that are no padding, [batch].
+        """
         new: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-        itself = torch.zeros(self.state.batch, 1)
-        window_bias = torch.cat([state["window_bias"], itself], dim=1)[:, None]  # [B, 1, W+1]
+        rows, importance, edge = among.shape[1], self.state.recipe.importance, self.state.window
+        window_bias = torch.cat([state["window_bias"][:, None].expand(-1, rows, -1), among], dim=2)
+        by_query = self.state.counts_mass and importance.by_query and rows > 1
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             key = self.centred(key, layer)
             store, heads = self.state_of(state, layer), self.state.decoder.heads(layer)
             key_window = torch.cat([state["key_window"][:, heads].float(), key], dim=2)
             value_window = torch.cat([state["value_window"][:, heads].float(), value], dim=2)
-            output, on_store, on_window = self.layer(layer).quantize.attend(
-                query, store, key_window, value_window, window_bias, scale
-            )
+            attend = self.layer(layer).quantize.attend
+            rest = (query, store, key_window, value_window, window_bias, scale)
+            output, *received = attend(*rest, by_query=True) if by_query else attend(*rest)
+            on_store, on_window = received if by_query else [mass[:, :, None] for mass in received]
             new[layer] = (key, value, on_store, on_window)
             return output
 
-        result = {"logits": self.logits(embedding, position, attention)}
-        rows = [new[layer] for layer in range(self.state.decoder.num_layers)]
+        result = {"logits": self.logits(embeddings, positions, attention)}
+        layers = [new[layer] for layer in range(self.state.decoder.num_layers)]
         dtype = getattr(torch, self.state.recipe.window.dtype)
-        result["new_key"] = torch.cat([key for key, *_ in rows], dim=1).to(dtype)
-        result["new_value"] = torch.cat([value for _, value, *_ in rows], dim=1).to(dtype)
+        result["new_key"] = torch.cat([key for key, *_ in layers], dim=1).to(dtype)
+        result["new_value"] = torch.cat([value for _, value, *_ in layers], dim=1).to(dtype)
         if self.state.counts_mass:
-            update = self.state.recipe.importance.update
             on_old, on_new = [], []
-            for layer, (_, _, on_store, on_window) in enumerate(rows):
+            for layer, (_, _, on_store, on_window) in enumerate(layers):
                 row, old = (on_store, on_window), state["window_mass"][:, self.state.decoder.heads(layer)]
-                result[f"new_store_mass.{layer}"] = update(state[f"store_mass__{layer}"], on_store, row)
-                on_old.append(update(old, on_window[..., :-1], row))
-                on_new.append(update(torch.zeros_like(on_window[..., -1:]), on_window[..., -1:], row))
+                of_old, of_new = on_window[..., :edge], on_window[..., edge:]
+                store_mass = state[f"store_mass__{layer}"]
+                result[f"new_store_mass.{layer}"] = importance.update(store_mass, on_store, row, count)
+                on_old.append(importance.update(old, of_old, row, count))
+                on_new.append(importance.update(torch.zeros_like(of_new[:, :, 0]), of_new, row, count))
             result["new_window_mass"], result["new_mass"] = torch.cat(on_old, dim=1), torch.cat(on_new, dim=1)
         return result

@@ -14,13 +14,14 @@ from export.attention import attention_by
 from export.compress import Compress, KeyStatistics
 from export.graphs.state import State
 
+Kind = typing.Literal["vision", "prefill", "decode", "extend", "compact"]
 NEW = "new_"  # a graph cannot return a tensor under an input's name: `new_X` replaces X
 
 
 class Graph(nn.Module):
     """A module whose positional inputs and outputs have names: `inputs` and `outputs`, in order."""
 
-    kind: typing.Literal["vision", "prefill", "decode", "compact"]
+    kind: Kind
     inputs: dict[str, TensorSpec]
     outputs: list[str]
 
@@ -36,7 +37,7 @@ class Graph(nn.Module):
 
 
 class Stateful(Graph):
-    """What prefill, decode and compact share: the KV state, the keys' centres and one `Compress` a layer."""
+    """What all but vision share: the KV state, the keys' centres and one `Compress` a layer."""
 
     center: Tensor | None  # of all layers' heads side by side, [sum of H_l, 1, D]
 
@@ -69,7 +70,7 @@ class Stateful(Graph):
 
 
 class Decoding(Stateful):
-    """What prefill and decode share: the decoder itself and the centring of keys."""
+    """What prefill, decode and extend share: the decoder itself and the centring of keys."""
 
     def __init__(self, state: State, statistics: list[KeyStatistics] | None):
         super().__init__(state, statistics)

@@ -125,6 +125,11 @@ class State:
         return self.recipe.window.sizes(self.length)[1]
 
     @property
+    def chunk(self) -> int:
+        """T, tokens that `extend` reads at once: no more than a window that was just compacted has room for."""
+        return min(self.recipe.window.chunk, self.window - self.recent)
+
+    @property
     def compacts(self) -> bool:
         return self.recipe.window.compact
 

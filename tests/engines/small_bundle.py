@@ -25,12 +25,14 @@ def graphs() -> dict[str, Graph]:
         "vision": specs(pixel_values=[1, 3, 2, 2]),
         "prefill": specs(embeddings=[1, 8, 4], positions=[1, 8], kinds=[1, 8], segments=[1, 8]),
         "decode": specs(embedding=[1, 1, 4], position=[1, 1], **window),
+        "extend": specs(embeddings=[1, 2, 4], positions=[1, 2], kinds=[1, 2], **window),
         "compact": specs(**window),
     }
     given = {
         "vision": specs(visual_tokens=[1, 3, 4], kept=[1, 3]),
         "prefill": specs(logits=[1, 6], **window),
         "decode": specs(logits=[1, 6]),
+        "extend": specs(logits=[1, 6], new_key=[1, 3, 2, 4], new_value=[1, 3, 2, 4]),
         "compact": specs(**{f"new_{name}": shape for name, shape in window.items()}),
     }
     return {kind: Graph(kind, f"{kind}.onnx", taken[kind], given[kind]) for kind in taken}  # type: ignore[arg-type]
@@ -38,7 +40,7 @@ def graphs() -> dict[str, Graph]:
 
 def manifest(**changes: Any) -> Manifest:
     buckets = [
-        Bucket(8, [4, 5], 4, 2, "prefill", "decode", "compact"),
+        Bucket(8, [4, 5], 4, 2, "prefill", "decode", "compact", extend="extend", chunk=2),
         Bucket(8, [4, 5], 4, 4, "prefill", "decode", ""),
     ]
     levels = {"light": Level({"window": {"size": 4}, "bits": [8, None]}, [2, 1], 100, 3, "vision", buckets)}
@@ -49,7 +51,7 @@ def manifest(**changes: Any) -> Manifest:
 
 
 def fill(folder: Path) -> None:
-    for name in ("vision.onnx", "prefill.onnx", "decode.onnx", "compact.onnx", "decode.plan", "tokenizer.json"):
+    for name in (*(graph.file for graph in graphs().values()), "decode.plan", "tokenizer.json"):
         (folder / name).write_bytes(name.encode() * 3)
     (folder / WEIGHTS).write_bytes(bytes(16) + TABLE.tobytes() + b"more")
 

@@ -66,8 +66,8 @@ def contents() -> tuple[tuple[str, int], ...]:
 
 
 NAMES = [
-    "compact.onnx", "decode.onnx", "decode.plan", MANIFEST, CHECKSUM, "prefill.onnx", "tokenizer.json", "vision.onnx",
-    WEIGHTS,
+    "compact.onnx", "decode.onnx", "decode.plan", "extend.onnx", MANIFEST, CHECKSUM, "prefill.onnx", "tokenizer.json",
+    "vision.onnx", WEIGHTS,
 ]  # fmt: skip
 
 
@@ -180,11 +180,18 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("levels.light.buckets.0.shortened", {"tokens": 9, "text": 3}, "0 <= text <= tokens <= 8"),
         ("levels.light.buckets.0.shortened", {"tokens": 0, "text": 0}, "and a token"),
         ("levels.light.buckets.0.shortened", {"tokens": 4, "text": 5}, "0 <= text <= tokens"),
+        ("levels.light.buckets.0.chunk", 3, "a chunk of 3 does not fit a window of 4, 2 recent"),
+        ("levels.light.buckets.0.chunk", 0, "a chunk of 0 does not fit"),
+        ("levels.light.buckets.0.chunk", 1, r"extend.onnx: embeddings should be \[1, 1, 4\], and is \[1, 2, 4\]"),
+        ("levels.light.buckets.0.extend", "decode", "no extend graph of the name 'decode'"),
+        ("graphs.extend.inputs.1.shape", [1, 3], r"extend.onnx: positions should be \[1, 2\]"),
+        ("graphs.extend.inputs.3.dtype", "float16", "extend.onnx takes key_window, which prefill.onnx does not return"),
+        ("graphs.extend.outputs.2.shape", [1, 3, 1, 4], r"extend.onnx: new_value should be \[1, 3, 2, 4\]"),
         ("levels.light.buckets.0.capacities", [4], "not those of 2 layers"),
         ("levels.light.buckets.0.capacities", [4, -1], "not those of 2 layers"),
         ("levels.light.buckets.0.length", 9, r"prefill.onnx: embeddings should be \[1, 9, 4\]"),
         ("graphs.prefill.inputs.3.shape", [1, 7], r"prefill.onnx: segments should be \[1, 8\]"),
-        ("levels.light.buckets.0.window", 3, "key_window should be"),
+        ("levels.light.buckets.0.window", 5, "key_window should be"),
         ("levels.light.visual_tokens", 4, r"vision.onnx: visual_tokens should be \[1, 4, 4\]"),
         ("levels.light.adaptive", {"counts": []}, "adaptive: counts must be ascending"),
         ("levels.light.adaptive", {"counts": [3, 2]}, "counts must be ascending"),

@@ -21,7 +21,7 @@ from engines.errors import UserError
 from engines.ort import OrtSession
 from engines.plugins import cpu_library
 from export.checkpoint import Checkpoint
-from export.graphs import Compact, Decode, Graph
+from export.graphs import Compact, Decode, Extend, Graph
 from export.onnx_functions import ATTENTION, DOMAIN, DOMAIN_VERSION, TopKGather
 from export.operators import functions
 from export.to_onnx import OPSET, WeightFile, export
@@ -284,9 +284,11 @@ slow = pytest.mark.slow
     ("kind", "table"),
     [
         (Decode, {"method": "int8"}),
+        (Extend, {"method": "int8"}),
         (Compact, {"method": "int8"}),
         pytest.param(Decode, {"method": "int4"}, marks=slow),
         pytest.param(Decode, {"method": "int4", "group": 7, "rotate": True}, marks=slow),
+        pytest.param(Extend, {"method": "int4", "group": 7, "rotate": True}, marks=slow),
         pytest.param(Decode, {"method": "per-token", "bits": 4, "group": 8}, marks=slow),
         pytest.param(Decode, {"method": "per-head", "rotate": True}, marks=slow),
         pytest.param(Compact, {"method": "kivi", "bits": 4, "group": 8}, marks=slow),
@@ -300,7 +302,7 @@ def test_a_whole_graph(
     table: dict[str, Any],
 ) -> None:
     """An exported graph with the library = without it, and every operator of it is a kernel."""
-    (graph,) = (graph.eval() for graph in graphs(checkpoint, "quantize", table) if isinstance(graph, kind))
+    (graph,) = (graph.eval() for graph in graphs(checkpoint, "quantize", table) if graph.kind == kind.kind)
     with WeightFile(tmp_path) as weights:
         file = tmp_path / export(graph, graph.kind, weights).file
     nodes = onnx.load(file, load_external_data=False).graph.node

@@ -19,7 +19,7 @@ from engines import trt
 from engines.config import parse
 from engines.errors import UserError
 from export.checkpoint import Checkpoint
-from export.graphs import Compact, Decode, Graph, Prefill, State, Vision
+from export.graphs import Compact, Decode, Extend, Graph, Prefill, State, Vision
 from export.recipe import Recipe
 from export.stages.stage import Stage
 from export.to_onnx import WeightFile, export
@@ -104,7 +104,7 @@ def graphs(checkpoint: Checkpoint, slot: str, table: dict[str, Any]) -> list[Gra
         return [Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size, checkpoint.decoder)]
     known = tiny.statistics(checkpoint.decoder)
     state = State(checkpoint.decoder, recipe, LENGTH, batch=2)
-    return [kind(state, known) for kind in (Prefill, Decode, Compact)]
+    return [kind(state, known) for kind in (Prefill, Decode, Extend, Compact)]
 
 
 @pytest.mark.slow

@@ -37,9 +37,10 @@ def modules(checkpoint: Checkpoint, built: Bundle) -> dict[str, graphs.Graph]:
     recipe = recipes.load(str(RECIPE))
     state = graphs.State(checkpoint.decoder, recipe, built.manifest.levels["small"].buckets[0].length)
     statistics = keys.key_statistics(checkpoint, samples.read(checkpoint.path / "samples"))
+    kinds = (graphs.Prefill, graphs.Decode, graphs.Extend, graphs.Compact)
     return {
         "vision": graphs.Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size).eval(),
-        **{kind.kind: kind(state, statistics).eval() for kind in (graphs.Prefill, graphs.Decode, graphs.Compact)},
+        **{kind.kind: kind(state, statistics).eval() for kind in kinds},
     }
 
 
@@ -105,7 +106,8 @@ def test_everything_is_static_and_named(built: Bundle) -> None:
 
 def test_every_layer_has_its_operators(built: Bundle) -> None:
     layers = built.manifest.model.num_layers
-    operators = {"vision": [], "prefill": ["TopKGather"], "decode": ["QuantKVAttention"], "compact": ["TopKGather"]}
+    attention, select = ["QuantKVAttention"], ["TopKGather"]
+    operators = {"vision": [], "prefill": select, "decode": attention, "extend": attention, "compact": select}
     for kind, names in operators.items():
         model = onnx.load(built.path / graph_of(built, kind).file, load_external_data=False)
         assert [node.op_type for node in model.graph.node if node.domain == DOMAIN] == names * layers
@@ -120,7 +122,7 @@ def test_weight_file_knows_what_it_has(tmp_path: Path) -> None:
     assert (tmp_path / bundle.WEIGHTS).read_bytes() == b"a" * 5000 + bytes(2 * PAGE - 5000) + b"b"
 
 
-@pytest.mark.parametrize("kind", ["vision", "prefill", "decode", "compact"])
+@pytest.mark.parametrize("kind", ["vision", "prefill", "decode", "extend", "compact"])
 def test_the_exported_graph_passes(built: Bundle, modules: dict[str, graphs.Graph], kind: str) -> None:
     assert largest_error(modules[kind], graph_of(built, kind), built.path) < TOLERANCE
 
@@ -139,7 +141,7 @@ def weights_of(model: onnx.ModelProto) -> list[onnx.TensorProto]:
 
 
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 0.999])
-@pytest.mark.parametrize("kind", ["vision", "prefill", "decode"])
+@pytest.mark.parametrize("kind", ["vision", "prefill", "decode", "extend"])
 def test_one_changed_weight_is_noticed(
     built: Bundle, modules: dict[str, graphs.Graph], tmp_path: Path, kind: str, place: float
 ) -> None:
@@ -188,6 +190,8 @@ def keep_the_worst(model: onnx.ModelProto) -> None:
         ("prefill", keep_the_worst),
         ("decode", attention_scale),
         ("decode", add_to_sub),
+        ("extend", attention_scale),
+        ("extend", add_to_sub),
         ("compact", keep_the_worst),
     ],
 )

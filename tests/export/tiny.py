@@ -21,7 +21,7 @@ from engines.bundle import TensorSpec
 from engines.config import parse
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
-from export.graphs import NEW, Compact, Decode, Decoder, Prefill
+from export.graphs import NEW, Compact, Decoder, Prefill, Stateful
 from export.recipe import Recipe
 
 IMAGE_SIZE, PATCH = 64, 16
@@ -152,11 +152,11 @@ class Prompt(evaluate.Prompt):
 class Driver(evaluate.Eager):
     """The evaluator of recipes, checking that all that goes in and comes out is as the graphs promise."""
 
-    def run(self, kind: type[Prefill] | type[Decode] | type[Compact], feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+    def run(self, kind: type[Stateful], feeds: dict[str, Tensor]) -> dict[str, Tensor]:
         for spec in self.graphs[kind].inputs.values():
             _check(feeds[spec.name], spec)
         out = super().run(kind, feeds)
-        for name, spec in self.state.specs().items() if kind is not Decode else ():
+        for name, spec in self.state.specs().items() if kind in (Prefill, Compact) else ():
             _check(out[name if kind is Prefill else NEW + name], spec)
         return out
 

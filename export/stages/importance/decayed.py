@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class Decayed(Importance):
     window: int = 64
     method: Literal["decayed"] = "decayed"
 
+    by_query: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma must be in (0, 1], got {self.gamma}")
@@ -37,12 +39,16 @@ class Decayed(Importance):
         return min(self.window, length)
 
     def observe(self, seen: Observation) -> Tensor:
-        received = group_mean(seen.attention)
+        return self._faded(group_mean(seen.attention))
+
+    def update(self, mass: Tensor, received: Tensor, row: tuple[Tensor, ...], queries: int | Tensor = 1) -> Tensor:
+        past = queries if isinstance(queries, int) else queries[:, None, None]
+        return mass * self.gamma**past + self._faded(received)
+
+    def _faded(self, received: Tensor) -> Tensor:
+        """Sum over the queries, the last of them in full, [batch, kv_heads, queries, tokens] -> without `queries`."""
         age = torch.arange(received.shape[2] - 1, -1, -1)
         return (received * (self.gamma**age)[:, None]).sum(dim=2)
-
-    def update(self, mass: Tensor, received: Tensor, row: tuple[Tensor, ...]) -> Tensor:
-        return mass * self.gamma + received
 
     def forward(self, tokens: Tokens, depth: float) -> Tensor:
         return tokens.mass

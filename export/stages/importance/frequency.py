@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Frequency(Importance):
     window: int = 32
     method: Literal["frequency"] = "frequency"
 
+    by_query: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(f"share must be in (0, 1], got {self.share}")
@@ -43,8 +45,8 @@ class Frequency(Importance):
         received = group_mean(seen.attention)
         return seen.averaged(among_best(received, received, self.share))
 
-    def update(self, mass: Tensor, received: Tensor, row: tuple[Tensor, ...]) -> Tensor:
-        return mass + among_best(received, torch.cat(row, dim=-1), self.share)
+    def update(self, mass: Tensor, received: Tensor, row: tuple[Tensor, ...], queries: int | Tensor = 1) -> Tensor:
+        return mass + among_best(received, torch.cat(row, dim=-1), self.share).sum(dim=2)
 
     def forward(self, tokens: Tokens, depth: float) -> Tensor:
         return tokens.mass

@@ -75,11 +75,12 @@ class Observation:
 class Importance(Stage):
     """Base of the importance measures. A subclass implements `forward`, and what it counts of the attention.
 
-    The counting ("mass") begins in prefill with `observe`, goes on with `update` at every decoded token, and travels
-    with the token; `forward` turns it into a score when the store is filled or compacted.
+    The counting ("mass") begins in prefill with `observe`, goes on with `update` at every token that is decoded or read
+    later, and travels with the token; `forward` turns it into a score when the store is filled or compacted.
     """
 
     needs_mass: ClassVar[bool] = True
+    by_query: ClassVar[bool] = False  # whether `update` must see every token's attention, or their sum will do
 
     def observers(self, length: int) -> int:
         """How many of the last queries of a prompt of `length` tokens `observe` wants to see; 0: none, mass stays 0."""
@@ -89,18 +90,21 @@ class Importance(Stage):
         """What every token of the prompt received, [batch, kv_heads, tokens], float32; 0 where there is no token."""
         raise NotImplementedError
 
-    def update(self, mass: Tensor, received: Tensor, row: tuple[Tensor, ...]) -> Tensor:
-        """Count one decoded token's attention.
+    def update(self, mass: Tensor, received: Tensor, row: tuple[Tensor, ...], queries: int | Tensor = 1) -> Tensor:
+        """Count the attention of one token that was decoded, or of several that were read at once.
 
         Args:
             mass: of some tokens, [batch, kv_heads, tokens].
-            received: attention that these tokens received, mean over the query heads of a KV head, same shape.
+            received: attention that these tokens received, mean over the query heads of a KV head, [batch, kv_heads,
+                queries, tokens]: by the query that gave it, if the measure is `by_query`, else of all together in one
+                row. Padding comes before the queries and gives none.
             row: `received` of all tokens, in parts; it sums to one over all of them.
+            queries: how many there are, of each item of the batch, [batch].
 
         Returns:
             The new mass.
         """
-        return mass + received
+        return mass + received.sum(dim=2)
 
     def forward(self, tokens: Tokens, depth: float) -> Tensor:
         """Scores, [batch, kv_heads, tokens], float32, finite; higher is kept. Empty slots may get anything.

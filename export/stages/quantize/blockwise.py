@@ -122,11 +122,12 @@ class Blockwise(Quantize):
         value_window: Tensor,
         window_bias: Tensor,
         scale: float,
+        by_query: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.rotate:  # (qH)·(kH) = q·k: a few rows are rotated in place of the whole store
             query, key_window, value_window = rotate(query), rotate(key_window), rotate(value_window)
         rest = (store["store_bias"], key_window, value_window, window_bias, scale)
-        if bits := self.operator_bits:
+        if (bits := self.operator_bits) and not by_query:  # the operator sums over the queries
             key_scale, value_scale = (
                 store[name] if (static := self._static(name.split("_")[0])) is None else static
                 for name in ("key_scale", "value_scale")
@@ -137,7 +138,7 @@ class Blockwise(Quantize):
             )  # fmt: skip
         else:
             key, value = self.read(store, query.shape[-1])
-            output, on_store, on_window = store_window_attention(query, key, value, *rest)
+            output, on_store, on_window = store_window_attention(query, key, value, *rest, by_query)
         return rotate(output) if self.rotate else output, on_store, on_window
 
     @property

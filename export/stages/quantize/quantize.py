@@ -102,9 +102,10 @@ class Quantize(Stage):
         value_window: Tensor,
         window_bias: Tensor,
         scale: float,
+        by_query: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention over a store and a window; shapes and results as `operators.quant_kv_attention`."""
+        """Attention over a store and a window; shapes and results as `attention.store_window_attention`."""
         key, value = self.restore(store, query.shape[-1])
         return store_window_attention(
-            query, key, value, store["store_bias"], key_window, value_window, window_bias, scale
+            query, key, value, store["store_bias"], key_window, value_window, window_bias, scale, by_query
         )

@@ -77,7 +77,7 @@ def test_decayed_is_token_by_token_decoding(prompt: Prompt, window: int, gamma: 
         row = np.stack([[prompt.looks(b, h, t) for h in range(heads)] for b in range(batch)])
         want = gamma * want + row
         received = tensor(row.astype(np.float32))
-        mass = stage.update(mass, received, (received,))
+        mass = stage.update(mass, received[:, :, None], (received[:, :, None],))
     close(prompt.observe(stage), want)
     close(mass.numpy(), want)
 
@@ -117,7 +117,7 @@ def test_frequency_of_a_decoded_token_is_of_store_and_window_together(
     row = rng.integers(0, levels + 1, (2, 3, store + window)).astype(np.float32)  # ties and zeros are the rule
     mass = rng.integers(0, 9, row.shape).astype(np.float32)
     want = mass + np.stack([[best(head, share) for head in item] for item in row])
-    parts = tensor(row[..., :store]), tensor(row[..., store:])
+    parts = tensor(row[:, :, None, :store]), tensor(row[:, :, None, store:])
     stage = Frequency(share=share)
     got = [
         stage.update(tensor(mass[..., :store]), parts[0], parts),
@@ -128,8 +128,10 @@ def test_frequency_of_a_decoded_token_is_of_store_and_window_together(
 
 def test_of_equal_tokens_all_are_frequent() -> None:
     row = torch.tensor([[[0.1, 0.2, 0.2, 0.0, 0.2, 0.3]]])
+    received = row[:, :, None]
     counts = {
-        share: Frequency(share=share).update(0 * row, row, (row,))[0, 0].tolist() for share in (0.2, 0.4, 0.8, 1.0)
+        share: Frequency(share=share).update(0 * row, received, (received,))[0, 0].tolist()
+        for share in (0.2, 0.4, 0.8, 1.0)
     }
     assert counts == {  # k = 1, 2, 4, 5 of the five that are seen
         0.2: [0, 0, 0, 0, 0, 1],
@@ -142,7 +144,7 @@ def test_of_equal_tokens_all_are_frequent() -> None:
 @pytest.mark.parametrize("method", [SnapKV, VLCache, H2O, Signals, ExpectedAttention])
 def test_a_decoded_tokens_attention_adds_up(method: type) -> None:
     mass, received = torch.rand(2, 1, 2, 5)
-    assert torch.equal(method().update(mass, received, (received,)), mass + received)
+    assert torch.equal(method().update(mass, received[:, :, None], (received[:, :, None],)), mass + received)
 
 
 def rotation(position: float, head_dim: int, theta: float = THETA) -> np.ndarray:
