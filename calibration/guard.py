@@ -27,7 +27,7 @@ from calibration.prepare import prepare
 from calibration.ranges import exceeding, measure_ranges, of_map
 from calibration.samples import Sample, model_inputs
 from calibration.sensitivity import ends
-from calibration.survey import fingerprint, warnings
+from calibration.survey import check, warnings
 from calibration.verdict import few, reasons_against, task_of
 from engines.errors import UserError
 from engines.guard import Limits, Task, Verdict
@@ -170,11 +170,8 @@ class Guard:
         found = warnings(len(self.calibration), sum(bool(sample.images) for sample in self.calibration))
         if not any(sample.images for sample in self.held_out):
             found.append("no held-out sample has an image: what becomes of images is not guarded")
-        if self.known and self.known.facts.weights != fingerprint(self.checkpoint):
-            raise UserError(
-                f"the attention map is of {self.known.facts.model} with other weights: measure it again with  "
-                f"python -m calibration map {self.checkpoint.path}"
-            )
+        if self.known:
+            check(self.known, self.checkpoint)
         ranges = of_map(self.known) if self.known else measure_ranges(self.checkpoint, self.calibration)
         return found + exceeding(ranges, measure_ranges(self.checkpoint, self.held_out))
 

@@ -8,8 +8,8 @@ from calibration.map_table import markdown
 from engines.guard import Limits, Task, Verdict
 
 
-def lines(verdict: Verdict) -> list[str]:
-    """What the guard's command prints of one recipe."""
+def figures(verdict: Verdict) -> list[list[str]]:
+    """Every figure beside its limit, the first row the header."""
     limits = verdict.limits
     rows = [["figure", "uncompressed", verdict.recipe, "change", "limit", "holds"]]
     for layer, heads in zip(verdict.layers, verdict.attention_kl, strict=True):
@@ -27,17 +27,26 @@ def lines(verdict: Verdict) -> list[str]:
         figure = "" if failure.figure is None else f"{failure.figure:.3g}"
         found = "not measured" if failure.found is None else _said(not failure.found)
         rows.append([failure.name, "", figure, "", f"{failure.limit:g}", found])
+    return rows
+
+
+def notes(verdict: Verdict) -> list[str]:
+    """What there is to say of the figures, the last line the verdict itself."""
     unknown = [
         f"{failure.name} is not measured: {failure.detail}" for failure in verdict.failures if failure.found is None
     ]
     end = "holds" if verdict.holds else "is refused: " + "; ".join(verdict.reasons)
     return [
-        *markdown(rows),
         f"{verdict.held_out} held-out samples, {verdict.tokens} tokens of answers, {verdict.read} told by the cache; "
         f"calibrated on {verdict.calibrated} other samples",
         *unknown,
         f"{verdict.recipe} {end}",
     ]
+
+
+def lines(verdict: Verdict) -> list[str]:
+    """What the guard's command prints of one recipe."""
+    return [*markdown(figures(verdict)), *notes(verdict)]
 
 
 def _task(name: str, task: Task, limits: Limits) -> list[str]:

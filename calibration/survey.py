@@ -27,6 +27,7 @@ from calibration.samples import Sample
 from calibration.statistics import cache
 from calibration.statistics.kind import kind
 from engines.bundle import sha256
+from engines.errors import UserError
 from export.checkpoint import Checkpoint
 
 ROWS = 4096  # of keys and of values of each kind that percentiles are of, of all samples together
@@ -71,6 +72,18 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """A hash of a checkpoint's configurations, tokenizer and weights."""
     files = sorted(path for path in checkpoint.path.iterdir() if path.suffix in (".json", ".jinja", ".safetensors"))
     return hashlib.sha256("".join(f"{path.name} {sha256(path)}\n" for path in files).encode()).hexdigest()
+
+
+def check(found: AttentionMap, checkpoint: Checkpoint) -> None:
+    """
+    Raises:
+        UserError: the map is of another model.
+    """
+    if found.facts.weights != fingerprint(checkpoint):
+        raise UserError(
+            f"the attention map is of {found.facts.model} with other weights: measure it again with  "
+            f"python -m calibration map {checkpoint.path}"
+        )
 
 
 def _name(weights: str, sample: Sample, seed: int, index: int, rows: int) -> str:

@@ -41,12 +41,13 @@ MAY_IMPORT = {
         "rich",
         "PIL",
         "jinja2",
+        "matplotlib",
         "easy_vqa",
     },
 }
 TOP = ROOT / "export" / "build.py"  # the user's entry may import everything but the runtime
 LAZY = {
-    "calibration": {"easy_vqa"},
+    "calibration": {"easy_vqa", "jinja2", "matplotlib"},
     "engines": {"onnx", "onnxruntime", *TRT},
     "runtime": {"PIL", "tokenizers", "jinja2"},
 }

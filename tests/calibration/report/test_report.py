@@ -1,0 +1,290 @@
+"""The report from command to page, and the page in a browser: all of it shows, and nothing leaves the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from calibration import __main__ as command_line
+from calibration import samples as sampling
+from calibration import survey
+from calibration.report import budget
+from engines.guard import Failure, Limits, Task, Verdict
+from export import checkpoint as checkpoints
+from export import recipe as recipes
+from export.graphs import State
+from export.pipeline import Prepared
+from tests.export import tiny
+
+DEMO = Path(__file__).parents[3] / "models" / "demo-vlm"
+EVIL = "what color is <script>alert(1)</script> ?"
+SECTIONS = {
+    "Budget",
+    "Attention by depth",
+    "Attention by head",
+    "Which tokens get it",
+    "What the cache holds",
+    "Recipes",
+}
+PICTURES = {"Where it looks", "What each selector keeps", "What each level keeps in the cache"}
+MEASURED = {"Guard", "Accuracy against bytes", "Latency", "Search for a recipe"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tiny.llava(bias=True)
+    model.lm_head.weight[4] = 0  # the answer of a random model could be an image's token
+    folder = tiny.save(tmp_path_factory.mktemp("tiny") / "checkpoint", model)
+    lines = [
+        {"images": ["0.png"], "prompt": EVIL, "answer": "red", "task": EVIL},
+        {"images": ["1.png", "0.png"], "prompt": "how many digits ?"},
+    ]
+    (folder / "samples" / sampling.FILE).write_text("\n".join(json.dumps(line) for line in lines))
+    return folder
+
+
+def accuracy_file(path: Path) -> Path:
+    cell = {"suite": "$a_b$ " + EVIL, "questions": 9, "accuracy": 0.5, "standard_error": 0.1, "kv_ratio_mean": 0.2}
+    cells = [
+        cell | {"regime": regime, "level": level, "kv_ratio_mean": share}
+        for regime in ("prompt", "later")
+        for level, share in (("off", 1.0), ("balanced", 0.2), ("refused", None))
+    ]
+    path.write_text(json.dumps({"command": "python scripts/accuracy.py", "cells": cells}))
+    return path
+
+
+def latency_file(path: Path, level: str, kv_bytes: int) -> Path:
+    times = [{"backend": "ort", "kind": kind, "median": 1.5} for kind in ("vision", "prefill", "decode")]
+    request = {"level": level, "kv_bytes": kv_bytes, "kv_bytes_uncompressed": 4096}
+    path.write_text(json.dumps({"request": request, "seconds_per_token": 0.001, "latency_ms": times}))
+    return path
+
+
+def trials_file(path: Path) -> Path:
+    trial = {"step": "layers", "change": EVIL, "bytes_per_token": 100.0, "kv_share": 0.2, "accuracy": 98.0}
+    known = trial | {"verdict": {"holds": False}, "kept": True, "why": "better"}
+    none = {"bytes_per_token": None, "kv_share": None, "accuracy": None, "verdict": None, "kept": False}
+    path.write_text(json.dumps({"trials": [known, trial | none | {"why": "no such recipe"}]}))
+    return path
+
+
+def guard_file(path: Path) -> Path:
+    verdict = Verdict(
+        recipe="balanced",
+        later=True,
+        holds=False,
+        reasons=[EVIL],
+        warnings=[EVIL],
+        limits=Limits(),
+        calibrated=9,
+        held_out=3,
+        tokens=12,
+        read=9,
+        layers=[1, 2],
+        attention_kl=[[0.01, 0.02], [0.5, 0.7]],
+        logit_kl=0.01,
+        perplexity=2.0,
+        perplexity_compressed=2.5,
+        perplexity_change=25.0,
+        tasks={EVIL: Task(3, 100.0, 66.7, -33.3, 27.2)},
+        failures=[Failure("semantic drift", None, None, 2.0, 0, EVIL)],
+    )
+    path.write_text(json.dumps({"recipe": None, "verdicts": [dataclasses.asdict(verdict)]}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pages(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of a random model, without and with what other commands measure, and of the demo model."""
+    made = tmp_path_factory.mktemp("pages")
+    files = [
+        "--guard",
+        guard_file(made / "guard.json"),
+        "--accuracy",
+        accuracy_file(made / "accuracy.json"),
+        "--trials",
+        trials_file(made / "trials.json"),
+        "--latency",
+        latency_file(made / "off.json", "off", 4096),
+        "--latency",
+        latency_file(made / "balanced.json", "balanced", 1024),
+    ]
+    runs: dict[str, list[Any]] = {
+        "bare": [folder],
+        "full": [folder, *files],
+        "demo": [DEMO, "--limit", "2", "--recipe", "balanced", "--recipe", "chat"],
+    }
+    for name, arguments in runs.items():
+        out = made / f"{name}.html"
+        assert command_line.main(["report", *map(str, arguments), "--out", str(out)]) == 0
+    assert sorted(path.suffix for path in made.iterdir()) == [".html"] * 3 + [".json"] * 5
+    return {name: made / f"{name}.html" for name in runs}
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
+    browser, driver = (shutil.which(name) for name in ("chromium", "chromedriver"))
+    if not browser or not driver:
+        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
+    options = selenium.ChromeOptions()
+    options.binary_location = browser
+    switches = (
+        "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+        "disable-component-update disable-sync disable-dev-shm-usage"
+    )
+    for switch in [*switches.split(), f"user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(f"--{switch}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    running = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
+    yield running
+    running.quit()
+
+
+def opened(chromium: Any, page: Path, width: int, scheme: str) -> list[str]:
+    """Open a page as a screen of this width shows it; the addresses that it asked for."""
+    screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    chromium.get_log("performance")
+    chromium.get(page.as_uri())
+    events = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
+    return [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+@pytest.mark.parametrize("name", ["bare", "full", "demo"])
+def test_in_a_browser(chromium: Any, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
+    asked = opened(chromium, pages[name], width, scheme)
+    assert asked[0] == pages[name].as_uri()
+    assert [url for url in asked[1:] if not url.startswith("data:")] == []
+    assert chromium.get_log("browser") == []
+    run = chromium.execute_script
+    sizes = run("return [...document.images].map(i => [i.complete, i.naturalWidth, i.naturalHeight, i.clientWidth])")
+    assert len(sizes) > 10
+    assert all(done and min(size) > 0 for done, *size in sizes)
+    drawings = run(
+        "return [...document.querySelectorAll('svg')].map(s => [s.clientWidth, s.querySelectorAll('path').length])"
+    )
+    assert len(drawings) > 20
+    assert all(wide > 200 and paths > 5 for wide, paths in drawings)
+    targets = run("return [...document.querySelectorAll('nav a')].map(a => !!document.querySelector(a.hash))")
+    assert len(targets) > 10
+    assert all(targets)
+    assert (
+        run("const all = [...document.querySelectorAll('[id]')].map(e => e.id); return all.length - new Set(all).size")
+        == 0
+    )
+    assert run("return document.documentElement.scrollWidth") <= width
+    # Ink and paper differ, and drawings take the page's ink.
+    paper, ink = (run(f"return getComputedStyle(document.body).{what}") for what in ("backgroundColor", "color"))
+    bright = {what: sum(map(int, color[4:-1].split(","))) for what, color in (("paper", paper), ("ink", ink))}
+    assert (bright["paper"] > bright["ink"] + 300) == (scheme == "light")
+    assert run("return getComputedStyle(document.querySelector('svg text')).fill") == ink
+
+
+def headings(page: Path) -> set[str]:
+    text = page.read_text()
+    return {part.split("</h2>")[0].split(">")[1] for part in text.split("<h2 ")[1:]}
+
+
+@pytest.mark.parametrize("name", ["bare", "full", "demo"])
+def test_the_page_holds_all_sections(pages: dict[str, Path], name: str) -> None:
+    assert headings(pages[name]) == SECTIONS | PICTURES | MEASURED
+    text = pages[name].read_text()
+    assert text.count("Not measured here") == (0 if name == "full" else len(MEASURED))
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/", "")
+    assert pages[name].stat().st_size < 3 * 2**20
+
+
+def test_what_samples_and_files_say_is_escaped(pages: dict[str, Path]) -> None:
+    for name in ("bare", "full"):
+        text = pages[name].read_text()
+        assert "<script" not in text.lower()
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+
+
+def test_the_same_command_writes_the_same_page(folder: Path, pages: dict[str, Path], tmp_path: Path) -> None:
+    again = tmp_path / "again.html"
+    assert command_line.main(["report", str(folder), "--out", str(again)]) == 0
+    assert again.read_bytes() == pages["bare"].read_bytes()
+
+
+@pytest.mark.parametrize("name", ["off", "balanced", "dense-document"])
+def test_bytes_of_layers_and_window_are_all_bytes(folder: Path, name: str) -> None:
+    checkpoint, recipe = checkpoints.load(folder), recipes.load(name)
+    size = budget.size_of(checkpoint, recipe, Prepared(checkpoint.decoder))
+    tensors = State(checkpoint.decoder, recipe, size.length).specs().values()
+    each = {spec.name: np.zeros(spec.shape, spec.dtype).nbytes for spec in tensors}
+    assert size.total == sum(each.values())
+    for layer, (slots, held) in enumerate(zip(size.slots, size.layers, strict=True)):
+        mine = [spec for spec in tensors if spec.name.endswith(f".{layer}")]
+        assert held == sum(each[spec.name] for spec in mine)
+        assert {spec.shape[2] for spec in mine if spec.name.startswith("store_")} == {slots}
+    assert size.total - sum(size.layers) == sum(held for name, held in each.items() if "." not in name)
+    template = len(checkpoint.processor.tokenizer(text_around(checkpoint))["input_ids"])
+    assert (
+        size.uncompressed == (template + 24 + tiny.IMAGE_TOKENS) * 3 * 2 * 2 * 16 * 2
+    )  # layers, K and V, heads, channels, bytes
+
+
+def text_around(checkpoint: Any) -> str:
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ""}]}
+    text = checkpoint.processor.apply_chat_template([message], add_generation_prompt=True)
+    return text.replace(checkpoint.processor.image_token, "")
+
+
+def test_text_alone_leaves_out_what_it_cannot_tell(folder: Path, tmp_path: Path) -> None:
+    samples = tmp_path / "samples"
+    samples.mkdir()
+    (samples / sampling.FILE).write_text(json.dumps({"images": [], "prompt": "how many digits ?", "answer": "3"}))
+    out = tmp_path / "text.html"
+    assert command_line.main(["report", str(folder), "--samples", str(samples), "--out", str(out)]) == 0
+    assert headings(out) == SECTIONS | MEASURED
+    assert survey.TEXT_ONLY in out.read_text().replace("&#39;", "'")
+
+
+@pytest.mark.parametrize("option", ["--guard", "--accuracy", "--latency", "--trials"])
+@pytest.mark.parametrize("content", ["{}", "[1]", '{"cells": [], "trials": [{}], "verdicts": 1}', "no json", None])
+def test_a_foreign_file_is_one_line(
+    folder: Path, tmp_path: Path, capsys: Any, option: str, content: str | None
+) -> None:
+    file = tmp_path / "file.json"
+    if content is not None:
+        file.write_text(content)
+    assert command_line.main(["report", str(folder), option, str(file), "--out", str(tmp_path / "x.html")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(file) in error
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_another_models_map_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    known = survey.measure(checkpoints.load(folder), sampling.read(folder / "samples"))
+    dataclasses.replace(known, facts=dataclasses.replace(known.facts, weights="other")).save(tmp_path / "map")
+    arguments = ["report", str(folder), "--map", str(tmp_path / "map"), "--out", str(tmp_path / "x.html")]
+    assert command_line.main(arguments) == 2
+    assert "with other weights" in capsys.readouterr().err
+    known.save(tmp_path / "map")
+    assert command_line.main(arguments) == 0
+
+
+def test_nowhere_to_write_is_told_before_the_work(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    for out in (tmp_path, tmp_path / "missing" / "x.html"):
+        assert command_line.main(["report", str(folder), "--out", str(out)]) == 2
+        assert "give one by --out" in capsys.readouterr().err
