@@ -209,6 +209,11 @@ def statistics() -> list[dataclasses.Field]:
     return [f for f in dataclasses.fields(AttentionMap) if f.metadata]
 
 
+def default_path(checkpoint: Path) -> Path:
+    """Where the map of a checkpoint lies if nothing else is said."""
+    return Path("build") / f"{checkpoint.resolve().name}.map.safetensors"
+
+
 def load(path: Path) -> AttentionMap:
     """Read a file that `AttentionMap.save` wrote.
 

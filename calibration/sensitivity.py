@@ -161,8 +161,10 @@ def losses_of(decoder: Decoder, recipe: Recipe, known: Read, ratios: Sequence[fl
     """What `measure` averages, of one prompt."""
     layers, tokens = len(known.cache), known.cache[0].key.shape[2]
     losses = []
+    modality = recipe.modality.by_layer(layers)
     for layer, whole in enumerate(known.cache):
-        stores = (kept(recipe, whole, max(1, round(ratio * tokens)), layer / layers) for ratio in ratios)
+        own = dataclasses.replace(recipe, modality=modality[layer])  # type: ignore[arg-type]  # a method
+        stores = (kept(own, whole, max(1, round(ratio * tokens)), layer / layers) for ratio in ratios)
         caches = ([*known.cache[:layer], store, *known.cache[layer + 1 :]] for store in stores)
         losses.append([divergence(decoder, cache, known) for cache in caches])
     return losses

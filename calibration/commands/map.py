@@ -29,13 +29,13 @@ def run(arguments: argparse.Namespace) -> None:
     import json
     import shutil
 
-    from calibration import samples, survey
+    from calibration import attention_map, samples, survey
     from calibration.map_table import tables
     from export import checkpoint as checkpoints
 
     checkpoint = checkpoints.load(arguments.checkpoint)
     chosen = samples.read(arguments.samples or arguments.checkpoint / "samples", text_only=True)[: arguments.limit]
-    out = arguments.out or Path("build") / f"{arguments.checkpoint.resolve().name}.map.safetensors"
+    out = arguments.out or attention_map.default_path(arguments.checkpoint)
     work = out.with_name(f"{out.name}.work")
     if out.is_dir():
         raise UserError(f"{out} is a folder: give a file by --out")

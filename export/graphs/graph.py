@@ -46,7 +46,8 @@ class Stateful(Graph):
         self.state = state
         layers = state.decoder.num_layers
         known: Sequence[KeyStatistics | None] = statistics if statistics else [None] * layers
-        recipes = [replace(state.recipe, quantize=own) for own in state.quantize]  # type: ignore[arg-type]  # a method
+        by_layer = zip(state.quantize, state.recipe.modality.by_layer(layers), strict=True)
+        recipes = [replace(state.recipe, quantize=q, modality=m) for q, m in by_layer]  # type: ignore[arg-type]  # methods
         self.compress = nn.ModuleList(
             Compress(recipe, slots, layer / layers, known[layer])
             for layer, (recipe, slots) in enumerate(zip(recipes, state.capacities, strict=True))

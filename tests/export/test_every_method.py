@@ -51,6 +51,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"method": "three-way", "keys": "mean", "merge_above": 0.3, "evict_above": 0.1},
         {"method": "d2o", "keys": "mean"},
     ],
+    "modality": [{"method": "density", "visual_density": [0.2, 0.6, 0.9], "text_density": [0.8, 0.6, 0.7]}],
     "protect": [{"separators": 2, "sentence_first": True, "discount": 0.5}],
     "quantize": [
         {"method": "per-head", "rotate": True},

@@ -11,7 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.errors import UserError
+from export.checkpoint import Checkpoint
 from export.compress import Compress
+from export.graphs import Prefill, State
 from export.stages.modality import Density, Joint
 from export.stages.tokens import TEXT, VISUAL, Tokens
 from tests.export import tiny
@@ -33,16 +36,27 @@ def density_of(keys: np.ndarray) -> float:
 
 
 def kept_of(density: Density, tokens: Tokens, b: int, h: int, capacity: int) -> float:
-    """How many visual tokens one head keeps, before rounding: rates, one rule after the other."""
+    """How many visual tokens one head keeps, before rounding."""
     keys = tokens.plain_key[b, h].double().numpy()
     real, kinds = tokens.real[b, h].numpy(), tokens.kinds[b, h].numpy()
     visual, text = keys[real & (kinds == VISUAL)], keys[real & (kinds == TEXT)]
-    v, t = len(visual), len(text)
-    drop = max(0, v + t - capacity)
+    dense_v, dense_t = (
+        given[0] if given else density_of(rows) for given, rows in zip(given_of(density), (visual, text), strict=True)
+    )
+    return quota_of(density, len(visual), len(text), dense_v, dense_t, capacity)
+
+
+def given_of(density: Density) -> tuple[list[float], list[float]]:
+    return density.visual_density, density.text_density
+
+
+def quota_of(density: Density, v: float, t: float, dense_v: float, dense_t: float, capacity: float) -> float:
+    """Visual tokens that are kept of v and t: rates, one rule after the other."""
+    drop = max(0.0, v + t - capacity)
     if v == 0 or t == 0 or drop == 0:
         return v - drop if v else 0
     # R_v = R d_t / (d_v + d_t) k and R_t = R d_v / (d_v + d_t) k, with the k that drops `drop` in all
-    rate = {"v": density_of(text), "t": density_of(visual)}
+    rate = {"v": dense_t, "t": dense_v}
     k = drop / (rate["v"] * v + rate["t"] * t)
     rate = {name: k * value for name, value in rate.items()}
     caps = [density.visual_cap]
@@ -72,11 +86,27 @@ def priority(tokens: Tokens, capacity: int, **knobs: Any) -> torch.Tensor:
 rates = st.sampled_from([0.0, 0.3, 0.4, 0.8, 1.0])
 
 
-@given(tokens=cached(), capacity=capacities, visual_cap=rates, text_cap=rates, many=st.floats(0, 1), many_rate=rates)
+@given(
+    tokens=cached(),
+    capacity=capacities,
+    visual_cap=rates,
+    text_cap=rates,
+    many=st.floats(0, 1),
+    many_rate=rates,
+    measured=st.none() | st.tuples(st.floats(0.01, 2), st.floats(0.01, 2)),
+)
 def test_density_fills_the_quotas_with_each_modalitys_best(
-    tokens: Tokens, capacity: int, visual_cap: float, text_cap: float, many: float, many_rate: float
+    tokens: Tokens,
+    capacity: int,
+    visual_cap: float,
+    text_cap: float,
+    many: float,
+    many_rate: float,
+    measured: tuple[float, float] | None,
 ) -> None:
     knobs: dict[str, Any] = {"visual_cap": visual_cap, "text_cap": text_cap, "many": many, "many_rate": many_rate}
+    if measured:
+        knobs |= {"visual_density": [measured[0]], "text_density": [measured[1]]}
     density = Density(**knobs)
     tables = {**DENSITY, "modality": {**DENSITY["modality"], **knobs}}
     index = Compress(tiny.recipe(**tables), capacity, 0.0, None).select(tokens)[1]
@@ -169,7 +199,38 @@ def test_only_density_asks_for_kinds() -> None:
     assert tiny.recipe(**DENSITY).needs_kinds
 
 
-@pytest.mark.parametrize("wrong", [{"visual_cap": 1.2}, {"text_cap": -0.1}, {"many": 2}, {"many_rate": -1}])
+def test_each_layer_has_its_own_measured_densities() -> None:
+    tables = {
+        **DENSITY,
+        "modality": {"method": "density", "visual_density": [0.1, 0.5, 0.9], "text_density": [1.0] * 3},
+    }
+    recipe = tiny.recipe(**tables)
+    assert [given_of(layer) for layer in recipe.modality.by_layer(3)] == [([v], [1.0]) for v in (0.1, 0.5, 0.9)]  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="visual_density has 3 values, the model 4 layers"):
+        recipe.modality.by_layer(4)
+    plain = tiny.recipe(**DENSITY).modality
+    assert list(plain.by_layer(4)) == [plain] * 4
+
+
+def test_the_graphs_take_each_layers_own(checkpoint: Checkpoint) -> None:
+    modality = {"method": "density", "visual_density": [0.1, 0.5, 0.9], "text_density": [0.3, 0.6, 0.7]}
+    graph = Prefill(State(checkpoint.decoder, tiny.recipe(modality=modality), 48), None)
+    found = [given_of(graph.layer(layer).modality) for layer in range(3)]  # type: ignore[arg-type]
+    assert found == [([0.1], [0.3]), ([0.5], [0.6]), ([0.9], [0.7])]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"visual_cap": 1.2},
+        {"text_cap": -0.1},
+        {"many": 2},
+        {"many_rate": -1},
+        {"visual_density": [0.5]},
+        {"visual_density": [0.5], "text_density": [0.0]},
+        {"visual_density": [2.1], "text_density": [0.5]},
+    ],
+)
 def test_density_refuses(wrong: dict) -> None:
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match=r"must be|need a number|density is"):
         Density(**wrong)
