@@ -305,6 +305,20 @@ class Manifest:
     format: str = FORMAT
     version: int = VERSION
 
+    def lighter(self, name: str) -> str | None:
+        """The level that keeps the next more bytes of its longest prompt; None if none keeps more.
+
+        Levels that only take another's place, while the question is not known, are none to go to.
+        """
+        sizes = {
+            known: max(sum(spec.nbytes for spec in self.graphs[b.prefill].outputs) for b in level.buckets)
+            for known, level in self.levels.items()
+        }
+        special = {level.unknown for level in self.levels.values()}
+        return min(
+            (n for n in sizes if sizes[n] > sizes[name] and n not in special), key=sizes.__getitem__, default=None
+        )
+
     def check(self) -> None:
         """Every name must lead somewhere, and every file that is opened must have its hash.
 

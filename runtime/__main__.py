@@ -55,6 +55,12 @@ def _parser() -> argparse.ArgumentParser:
         "--logprobs", type=int, metavar="N", help="tell log-probabilities: the tokens' and N likeliest's"
     )
 
+    watched = ask.add_argument_group("what is watched", argument_default=argparse.SUPPRESS)  # Watch has the defaults
+    watched.add_argument("--on-alarm", choices=["none", "retry"], help="retry: answer anew, at a lighter level, "
+                         "unless a part was printed (default: none)")  # fmt: skip
+    watched.add_argument("--blindness", type=float, metavar="D", help="alarm where blank images would move the first "
+                         "token's log-probabilities by less than D nats; costs a prefill")  # fmt: skip
+
     info = commands.add_parser("info", help="what a bundle holds and what can run it here")
     info.set_defaults(run=_info)
     info.add_argument("bundle", help="folder that export/build.py wrote")
@@ -64,22 +70,27 @@ def _parser() -> argparse.ArgumentParser:
 
 def _ask(arguments: argparse.Namespace) -> None:
     import runtime
+    from runtime.monitor import Monitor, Watch
     from runtime.sampling import Sampling
 
-    given = {name: vars(arguments)[name] for name in Sampling.__dataclass_fields__ if name in arguments}
-    sampling = Sampling(**given)
+    given, watch = (
+        {n: vars(arguments)[n] for n in its.__dataclass_fields__ if n in arguments} for its in (Sampling, Watch)
+    )
+    sampling, monitor = Sampling(**given), Monitor(Watch(**watch))
     idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p", "seed") if name in given]
     if idle and sampling.temperature == 0:
         raise UserError(f"{', '.join(idle)}: at temperature 0 nothing is drawn: add  --temperature 1")
     vlm = runtime.open(
         arguments.bundle, arguments.backend, arguments.level, arguments.threads, not arguments.no_kernels
     )
+    vlm.monitor = monitor
     stream = vlm.stream(
         arguments.question,
         arguments.image,
         arguments.max_new_tokens,
         question_later=arguments.question_later,
         sampling=sampling,
+        on_restart=(lambda: None) if arguments.json else None,
     )
     for piece in stream:
         if not arguments.json:
@@ -100,7 +111,10 @@ def _ask(arguments: argparse.Namespace) -> None:
         f"[{stats.level}, {stats.backend} ({stats.provider}{', kernels' * stats.kernels}); "
         f"{stats.prompt_tokens} prompt tokens, {stats.visual_tokens} visual tokens kept; "
         f"KV {stats.kv_bytes / BYTES:.0f} KiB, uncompressed {stats.kv_bytes_uncompressed / BYTES:.0f} KiB; "
-        f"{stats.generated_tokens} tokens, {sum(stats.seconds.values()):.2f} s, stopped by {stats.stop_reason}]",
+        f"{stats.generated_tokens} tokens, {sum(stats.seconds.values()):.2f} s, stopped by {stats.stop_reason}"
+        + "".join(f"; alarm: {alarm.sign} at token {alarm.tokens}" for alarm in stats.alarms)
+        + "; answered anew" * stats.retries
+        + "]",
         file=sys.stderr,
     )
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engines.bundle import Level
 from engines.errors import UserError
+from runtime.monitor import Alarm, Watcher
 from runtime.sampling import Logprob, Sampler, Sampling, logprob
 from runtime.text import Detokenizer, StopStrings
 
@@ -28,7 +28,8 @@ class Stats:
 
     Attributes:
         kernels: whether compiled kernels ran the operators, in place of the graphs' function bodies.
-        level: that ran; where the question came later, the one that the opened level names for that.
+        level: that ran; where the question came later, the one that the opened level names for that; after an alarm of
+            the monitor perhaps a lighter one.
         prompt_tokens: P, before visual tokens were pruned.
         visual_tokens: kept, of all images together; of each one in `visual_tokens_by_image`.
         bucket: S, the length that the prompt was padded to.
@@ -36,6 +37,9 @@ class Stats:
         kv_bytes_uncompressed: fp16 keys and values of the whole prompt and every generated token.
         compactions: how often the window was compacted into the store.
         seconds: by part: load, images, vision, prefill, question (when asked later), decode, compact.
+        entropy: mean of the tokens' entropies, in nats: how unsure the model was.
+        alarms: of the monitor, those of an answer that was given up first.
+        retries: how often the question was answered anew, at a lighter level.
         stop_reason: `end` (the end token), `stop_string`, `max_new_tokens`, `window_full` (this level never compacts),
             `max_positions` (the model's limit) or `cancelled`.
     """
@@ -53,6 +57,9 @@ class Stats:
     kv_bytes: int = 0
     kv_bytes_uncompressed: int = 0
     compactions: int = 0
+    entropy: float = 0.0
+    alarms: list[Alarm] = field(default_factory=list)
+    retries: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     stop_reason: str = ""
 
@@ -88,15 +95,22 @@ class Result:
 
 @dataclass(frozen=True)
 class Request:
-    """What is known before any graph runs, and whether the answer is still wanted."""
+    """What is known before any graph runs, and whether the answer is still wanted.
+
+    Attributes:
+        on_restart: None where nothing that was given may be taken back.
+        lightened: how many levels lighter `level` is than the request's own.
+    """
 
     ids: list[int]
     pixels: list[np.ndarray]
-    level: Level
+    level: str
     max_new_tokens: int
     ignore_eos: bool
     question_later: bool
     sampling: Sampling
+    on_restart: Callable[[], object] | None = None
+    lightened: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
@@ -136,15 +150,47 @@ class TextStream:
 
 
 def _generate(vlm: VLM, request: Request, answer: Result) -> Generator[str]:
-    """Read the prompt, then choose a token and let the model read it, in turns -> the text as it grows."""
-    stats, sampling = answer.stats, request.sampling
+    """The text of an answer as it grows; a second time, where the monitor wants it and nobody has seen the first."""
+    stats, monitor = answer.stats, vlm.monitor
+    watchers = [Watcher(monitor.watch)]
+    try:
+        again = yield from _attempt(vlm, request, answer, watchers[-1])
+        if again:
+            if request.on_restart:
+                request.on_restart()
+            request, stats.retries = again, 1
+            answer.text, answer.tokens, answer.logprobs = "", [], []
+            watchers.append(Watcher(monitor.watch))
+            yield from _attempt(vlm, request, answer, watchers[-1])
+    finally:
+        monitor.answered(watchers, request.lightened, vlm.lighter(request) is not None)
+        stats.alarms = [alarm for watcher in watchers for alarm in watcher.alarms]
+        stats.entropy = watchers[-1].entropy / max(watchers[-1].tokens, 1)
+
+
+def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Generator[str, None, Request | None]:
+    """Read the prompt, then choose a token and let the model read it, in turns -> what to answer instead, if any."""
+    stats, sampling, watch = answer.stats, request.sampling, vlm.monitor.watch
+    stats.level = request.level
     if request.cancelled.is_set():
         stats.stop_reason = "cancelled"
-        return
+        return None
+
+    def lighter() -> Request | None:
+        """Where an alarm leads."""
+        allowed = watch.on_alarm == "retry" and not stats.retries and (request.on_restart or not answer.text)
+        return vlm.lighter(request) if allowed else None
+
     text, stops = Detokenizer(vlm.tokenizer), StopStrings(sampling.stop)
     sampler, ends = Sampler(sampling, request.ids), () if request.ignore_eos else vlm.model.eos_token_ids
+    blank = None
+    if watch.blindness and request.pixels:
+        grey = [np.zeros_like(pixels) for pixels in request.pixels]
+        blank = vlm.read(replace(request, pixels=grey), stats).logits[0]
     context = vlm.read(request, stats)
     try:
+        if blank is not None and watcher.seen(context.logits[0], blank) and (again := lighter()):
+            return again
         while not stats.stop_reason:
             token = sampler.choose(context.logits[0])
             if token in ends:
@@ -153,6 +199,8 @@ def _generate(vlm: VLM, request: Request, answer: Result) -> Generator[str]:
             answer.tokens.append(token)
             if sampling.logprobs is not None:
                 answer.logprobs.append(logprob(context.logits[0], token, sampling.logprobs))
+            if watcher.add(context.logits[0], token) and (again := lighter()):
+                return again
             if piece := stops.add(text.add(token)):
                 answer.text += piece
                 yield piece
@@ -167,6 +215,7 @@ def _generate(vlm: VLM, request: Request, answer: Result) -> Generator[str]:
         if not stops.found and (piece := stops.add(text.end()) + stops.end()):
             answer.text += piece
             yield piece
+        return None
     finally:
         stats.generated_tokens = len(answer.tokens)
         stats.kv_bytes, stats.compactions = context.state.nbytes, context.state.compactions

@@ -7,15 +7,16 @@ All of a request's memory is its `State`; nothing is kept between requests but t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engines import bundle as bundles
-from engines.bundle import Bucket, Bundle
+from engines.bundle import Bucket, Bundle, Level
 from engines.errors import UserError
 from engines.ort import OrtSession
 from engines.preprocessor import ImagePreprocessor
@@ -23,6 +24,7 @@ from engines.tokens import FIRST, TEXT, marked
 from runtime import backends
 from runtime.gate import VisualGate
 from runtime.generate import Request, Result, Stats, TextStream
+from runtime.monitor import Monitor
 from runtime.preprocess import preprocess
 from runtime.prompt import PromptReader, Rows, choose_bucket, lay_out, left_pad, question_inputs
 from runtime.sampling import GREEDY, Sampling, check_number
@@ -57,7 +59,11 @@ class Context:
 
 
 class VLM:
-    """An opened bundle at one compression level. Graphs are loaded when first needed and kept."""
+    """An opened bundle at one compression level. Graphs are loaded when first needed and kept.
+
+    Attributes:
+        monitor: watches all answers and counts; set another one to change what follows an alarm.
+    """
 
     def __init__(
         self,
@@ -78,9 +84,9 @@ class VLM:
         self._prompts = PromptReader(bundle.path, self.model)
         self._preprocessor = ImagePreprocessor.read(bundle.path)
         self._sessions: dict[str, OrtSession] = {}
-        self._later = manifest.levels[self.level].unknown or self.level  # the level where the question is not known
-        levels = {name: manifest.levels[name] for name in (self.level, self._later)}
-        self._gates = {name: VisualGate(known, self.model.image_tokens) for name, known in levels.items()}
+        self._gates = {name: VisualGate(known, self.model.image_tokens) for name, known in manifest.levels.items()}
+        self._ladders = {later: self._ladder(later) for later in (False, True)}
+        self.monitor = Monitor()
 
     @classmethod
     def open(
@@ -107,7 +113,9 @@ class VLM:
         sampling: Sampling = GREEDY,
     ) -> Result:
         """The whole answer; see `stream`."""
-        text = self.stream(prompt, images, max_new_tokens, ignore_eos, question_later, sampling)
+        text = self.stream(
+            prompt, images, max_new_tokens, ignore_eos, question_later, sampling, on_restart=lambda: None
+        )
         for _ in text:
             pass
         return text.result
@@ -120,6 +128,7 @@ class VLM:
         ignore_eos: bool = False,
         question_later: bool = False,
         sampling: Sampling = GREEDY,
+        on_restart: Callable[[], object] | None = None,
     ) -> TextStream:
         """Answer piece by piece: an iterator of texts, whose `.result` is there at its end.
 
@@ -131,49 +140,68 @@ class VLM:
             question_later: compress the images before the model has seen what follows them, as when an image is
                 cached and asked about later, by the level that the opened one names for it.
             sampling: how tokens are chosen; by default the likeliest.
+            on_restart: called when the monitor has the question answered anew, and all pieces so far are void. Without
+                it, nothing that was given is taken back.
 
         Raises:
             UserError: at once, before anything is generated, whatever is wrong with the request.
         """
         if not isinstance(sampling, Sampling):
             raise UserError(f"sampling must be a runtime.sampling.Sampling, got {sampling!r}")
-        stats = Stats(self._later if question_later else self.level, self.backend, kernels=self._library is not None)
-        request = self._request(prompt, images, max_new_tokens, ignore_eos, question_later, sampling, stats)
-        return TextStream(self, request, stats)
-
-    def _request(
-        self,
-        prompt: Prompt,
-        images: Sequence[ImageSource],
-        max_new_tokens: int,
-        ignore_eos: bool,
-        question_later: bool,
-        sampling: Sampling,
-        stats: Stats,
-    ) -> Request:
-        """Find every mistake of the user's before the first graph runs."""
         check_number("max_new_tokens", max_new_tokens, 1)
         if isinstance(images, str | bytes | Path) or not isinstance(images, Sequence):
             raise UserError("images must be a list of images")
         if question_later and not images:
             raise UserError("question_later needs an image to compress before the question")
-        level, ids = self.bundle.manifest.levels[stats.level], self._prompts.ids(prompt, len(images))
-        positions = len(ids) + len(images) * (self.model.image_tokens - 1)
+        own = self._ladders[question_later][0]
+        stats = Stats(own, self.backend, kernels=self._library is not None)
+        ids = self._prompts.ids(prompt, len(images))
+        self._check_length(ids, self.bundle.manifest.levels[own])
+        with stats.time("images"):
+            pixels = [preprocess(image, self._preprocessor) for image in images]
+        request = Request(ids, pixels, own, max_new_tokens, ignore_eos, question_later, sampling, on_restart)
+        return TextStream(self, self.lighter(request, self.monitor.lighter) or request, stats)
+
+    def lighter(self, request: Request, steps: int = 1) -> Request | None:
+        """The same request up to so many levels lighter; None if none of them takes it, or might end it early."""
+        ladder = self._ladders[request.question_later]
+        above = ladder.index(request.level) + 1
+        for name in reversed(ladder[above : above + steps]):
+            with contextlib.suppress(UserError):
+                level = self.bundle.manifest.levels[name]
+                self._check_length(request.ids, level)
+                asked = self._after_images(request.ids) if request.question_later else []
+                decoded = len(asked) + request.max_new_tokens - 1
+                if all(bucket.compact or decoded <= bucket.window - bucket.recent for bucket in level.buckets):
+                    return replace(request, level=name, lightened=ladder.index(name))
+        return None
+
+    def _ladder(self, question_later: bool) -> list[str]:
+        """Levels from the opened one on, each lighter; where the question comes later, what takes their places."""
+        names: list[str] = []
+        name: str | None = self.level
+        while name is not None:
+            names.append(self.bundle.manifest.levels[name].unknown or name if question_later else name)
+            name = self.bundle.manifest.lighter(name)
+        return list(dict.fromkeys(names))
+
+    def _check_length(self, ids: list[int], level: Level) -> None:
+        """Refuse a prompt that is too long for the level."""
+        images = ids.count(self.model.image_token_id)
+        positions = len(ids) + images * (self.model.image_tokens - 1)
         if positions >= level.max_positions:
             raise UserError(
                 f"the prompt has {positions} tokens, and this level has only {level.max_positions} positions: "
                 "give fewer images or words"
             )
-        text = len(ids) - len(images)
-        choose_bucket(text + len(images) * level.least_visual_tokens, text, level)
-        with stats.time("images"):
-            pixels = [preprocess(image, self._preprocessor) for image in images]
-        return Request(ids, pixels, level, max_new_tokens, ignore_eos, question_later, sampling)
+        text = len(ids) - images
+        choose_bucket(text + images * level.least_visual_tokens, text, level)
 
     def read(self, request: Request, stats: Stats) -> Context:
         """Read the whole prompt: at once, or (`question_later`) what follows the images token by token."""
+        level = self.bundle.manifest.levels[request.level]
         rows, embeddings = self._embed(request, stats)
-        bucket = choose_bucket(len(rows), int(np.count_nonzero(rows.kinds == TEXT)), request.level)
+        bucket = choose_bucket(len(rows), int(np.count_nonzero(rows.kinds == TEXT)), level)
         stats.prompt_tokens, stats.bucket = rows.total, bucket.length
         split = rows.after_images if request.question_later else len(rows)
 
@@ -191,7 +219,7 @@ class VLM:
 
     def advance(self, context: Context, token: int, request: Request, stats: Stats) -> str:
         """Let the model read a token of its answer -> why it cannot, or "" and its logits are in the context."""
-        if context.position == request.level.max_positions:
+        if context.position == self.bundle.manifest.levels[request.level].max_positions:
             return "max_positions"
         if not self._room(context.state, context.bucket, stats):
             return "window_full"
@@ -210,10 +238,10 @@ class VLM:
         """The prompt's rows, and their embeddings [T, d]: from the table for text, from the vision graph for images."""
         seen, visual, kept = [], [], []
         for pixels in request.pixels:
-            vision = self._session(request.level.vision, stats)
+            vision = self._session(self.bundle.manifest.levels[request.level].vision, stats)
             with stats.time("vision"):
                 seen.append(vision.run({"pixel_values": pixels} | self._question(request, vision)))
-        counts = self._gates[stats.level].counts(seen, len(request.ids) - len(seen))
+        counts = self._gates[request.level].counts(seen, len(request.ids) - len(seen))
         for out, count in zip(seen, counts, strict=True):
             first = out["order"][0] < count if "order" in out else slice(None)
             visual.append(out["visual_tokens"][0, first])
@@ -228,12 +256,14 @@ class VLM:
         stats.images, stats.visual_tokens, stats.visual_tokens_by_image = len(visual), sum(counts), counts
         return rows, embeddings
 
+    def _after_images(self, ids: list[int]) -> list[int]:
+        return ids[len(ids) - ids[::-1].index(self.model.image_token_id) :]
+
     def _question(self, request: Request, vision: OrtSession) -> dict[str, np.ndarray]:
         """The text after the last image, for a vision graph that chooses by it; no text if it is to come later."""
         if "question" not in vision.inputs:
             return {}
-        last = len(request.ids) - request.ids[::-1].index(self.model.image_token_id)
-        ids = [] if request.question_later else request.ids[last:]
+        ids = [] if request.question_later else self._after_images(request.ids)
         return question_inputs(ids, self._table, vision.inputs["question"][1][1])
 
     def _prefill(self, embeddings: np.ndarray, rows: Rows, bucket: Bucket, stats: Stats) -> tuple[State, np.ndarray]:

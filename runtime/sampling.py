@@ -15,6 +15,8 @@ import numpy as np
 
 from engines.errors import UserError
 
+BLOCK = 256  # tokens whose weights are summed first, so that no sum runs over the whole vocabulary in turn
+
 
 def check_number(name: str, value: Any, least: float, most: float = math.inf, whole: bool = True) -> None:
     """Refuse what is no number from `least` to `most`; where a whole one is meant, a float too."""
@@ -115,9 +117,19 @@ class Sampler:
         return token
 
     def _draw(self, scores: np.ndarray) -> int:
-        cumulative = np.cumsum(np.exp(scores), dtype=np.float64)
-        # u < 1, and u * total rounds to less than the total: a token is found, and one of probability 0 never is.
+        """One of V: a block of tokens by its weight, then one of them."""
+        weights = np.exp(scores)
+        block = self._pick(block_sums(weights)) * BLOCK
+        return block + self._pick(weights[block : block + BLOCK].astype(np.float64))
+
+    def _pick(self, weights: np.ndarray) -> int:
+        cumulative = weights.cumsum()
+        # u < 1, and u * total rounds to less than the total: one is found, and one of weight 0 never is.
         return int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+
+
+def block_sums(weights: np.ndarray) -> np.ndarray:
+    return np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
 
 
 def penalize(logits: np.ndarray, tokens: set[int], penalty: float) -> np.ndarray:
@@ -144,17 +156,17 @@ def top_p(scores: np.ndarray, p: float) -> np.ndarray:
     """Drop the least likely while all that is dropped has at most 1 - p; among equals the first go first."""
     if p == 1:
         return scores
-    probabilities = np.exp(scores)
-    probabilities /= probabilities.sum()
-    # What has less than half of (1 - p) / V goes in any case: all of it together is less than 1 - p. Only the others
-    # need sorting.
-    least = probabilities >= (1 - p) / 2 / len(scores)
-    others = np.flatnonzero(least)
-    others = others[np.argsort(scores[others], kind="stable")]
-    dropped = np.cumsum(probabilities[others], dtype=np.float64) + probabilities[~least].sum(dtype=np.float64)
-    result = np.full_like(scores, -np.inf)
-    kept = others[:-1][dropped[:-1] > 1 - p]
-    result[kept], result[others[-1]] = scores[kept], scores[others[-1]]
+    ascending = np.sort(scores[scores > -np.inf])
+    weights = np.exp(ascending)
+    sums = block_sums(weights).cumsum()
+    most = (1 - p) * sums[-1]
+    block = int(np.searchsorted(sums[:-1], most, side="right"))
+    own = weights[block * BLOCK : (block + 1) * BLOCK].astype(np.float64).cumsum() + (sums[block - 1] if block else 0)
+    dropped = block * BLOCK + int(np.searchsorted(own[:-1], most, side="right"))
+    edge = ascending[dropped]
+    result = np.where(scores < edge, -np.inf, scores)
+    equals = np.flatnonzero(scores == edge)
+    result[equals[: dropped - np.searchsorted(ascending, edge)]] = -np.inf
     return result
 
 

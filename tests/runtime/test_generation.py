@@ -13,8 +13,10 @@ import pytest
 
 import runtime
 from engines.errors import UserError, command
+from runtime import monitor
 from runtime.__main__ import main
 from runtime.model import VLM
+from runtime.monitor import Watch
 from runtime.sampling import Sampling
 from tests.runtime.asking import Recorder, ask, ids_of, image
 
@@ -254,9 +256,39 @@ def test_log_probabilities_for_people(bundle_path: Path, capsys: pytest.CaptureF
         assert line.startswith(f"'{word}' -")
 
 
+class Third:
+    """Calls the third token a repetition."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.tokens = 0
+
+    def add(self, token: int) -> bool:
+        self.tokens += 1
+        return self.tokens == 3
+
+
+def test_alarms_are_told(
+    bundle_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "Repetition", Third)
+    for options in ([], ["--on-alarm", "retry"]):
+        assert cli(bundle_path, "--level", "tight", *options) == 0
+        err = capsys.readouterr().err
+        assert "; alarm: repetition at token 3]" in err  # and not answered anew: a part was printed
+    assert cli(bundle_path, "--level", "tight", "--on-alarm", "retry", "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["level"], values["retries"], values["alarms"][0]) == (
+        "loose",
+        1,
+        {"sign": "repetition", "tokens": 3},
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--blindness", -1], "blindness must be at least 0, got -1.0"),
+        (["--on-alarm", "lighter-next"], "invalid choice: 'lighter-next'"),
         (["--top-k", 3], "--top-k: at temperature 0 nothing is drawn: add  --temperature 1"),
         (["--seed", 3, "--min-p", 0.1], "--min-p, --seed: at temperature 0"),
         (["--temperature", 1, "--top-p", 2], "top_p must be from 0 to 1, got 2.0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -73,10 +74,11 @@ def test_top_k(values: np.ndarray, k: int) -> None:
     np.testing.assert_allclose(ours[kept(ours)], theirs[kept(theirs)] - values.max(), rtol=1e-5, atol=1e-5)
 
 
-@given(logits(), st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(0, 1)))
-def test_top_p(values: np.ndarray, p: float) -> None:
+@given(logits(), st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(0, 1)), st.sampled_from([3, 256]))
+def test_top_p(values: np.ndarray, p: float, block: int) -> None:
     theirs = processed(values, [0], top_p=p)
-    ours = sampling.top_p(normal(values), p)
+    with patch.object(sampling, "BLOCK", block):
+        ours = sampling.top_p(normal(values), p)
     # The formula: from the least likely on, dropped while all that is dropped has at most 1 - p.
     probabilities, total, wanted, near = softmax(values), 0.0, [], False
     order = sorted(range(len(values)), key=lambda i: (values[i], i))
@@ -94,7 +96,8 @@ def test_top_p(values: np.ndarray, p: float) -> None:
 @pytest.mark.parametrize(("p", "count"), [(0.0, 1), (0.1, 1), (0.125, 1), (0.13, 2), (0.5, 4), (0.75, 6), (1.0, 8)])
 def test_top_p_of_equals_at_its_very_edge(p: float, count: int) -> None:
     """Eight of 1/8 each, which floats hold exactly: at most 1 - p is dropped, the first of them first."""
-    ours = sampling.top_p(normal(np.full(8, 2.5, np.float32)), p)
+    with patch.object(sampling, "BLOCK", 3):
+        ours = sampling.top_p(normal(np.full(8, 2.5, np.float32)), p)
     assert kept(ours) == list(range(8 - count, 8)) == kept(processed(np.full(8, 2.5, np.float32), [0], top_p=p))
 
 
@@ -145,9 +148,11 @@ SETTINGS = [
 DRAWS = 20_000
 
 
+@pytest.mark.parametrize("block", [7, 256])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_frequencies_are_the_probabilities(setting: Sampling) -> None:
+def test_frequencies_are_the_probabilities(setting: Sampling, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square of many draws against Hugging Face's probabilities, and the proof that it sees a wrong temperature."""
+    monkeypatch.setattr(sampling, "BLOCK", block)
     values = np.random.default_rng(7).normal(0, 2, 40).astype(np.float32)
     values[3] = -INF
     said = [5, 6, int(values.argmax())]
