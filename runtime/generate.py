@@ -36,7 +36,8 @@ class Stats:
         kv_bytes: all state tensors as allocated: store, window, scales, positions, biases, masses.
         kv_bytes_uncompressed: fp16 keys and values of the whole prompt and every generated token.
         compactions: how often the window was compacted into the store.
-        seconds: by part: load, images, vision, prefill, question (when asked later), decode, compact.
+        seconds: by part: load, images, vision, prefill, extend (what prefill has not read: a question asked later, the
+            rest of a long prompt), decode, compact.
         entropy: mean of the tokens' entropies, in nats: how unsure the model was.
         alarms: of the monitor, those of an answer that was given up first.
         retries: how often the question was answered anew, at a lighter level.

@@ -32,6 +32,7 @@ class Rows:
         positions: int32 [T], counted in the prompt before pruning.
         kinds: TEXT or VISUAL, int32 [T].
         segments: number of the row's image or sentence, int32 [T].
+        visual: number of a visual row among those of the prompt, int64 [T]; what it is of text is for nobody.
         total: P, tokens of the prompt before pruning.
     """
 
@@ -39,13 +40,15 @@ class Rows:
     positions: np.ndarray
     kinds: np.ndarray
     segments: np.ndarray
+    visual: np.ndarray
     total: int
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, part: slice) -> Rows:
-        return Rows(self.ids[part], self.positions[part], self.kinds[part], self.segments[part], self.total)
+        ids, positions, kinds, segments = self.ids[part], self.positions[part], self.kinds[part], self.segments[part]
+        return Rows(ids, positions, kinds, segments, self.visual[part], self.total)
 
     @property
     def after_images(self) -> int:
@@ -77,29 +80,45 @@ def lay_out(
     table = np.array([row for piece in pieces for row in piece], dtype=np.int64).reshape(-1, 3)
     rows, positions, numbers = table.T
     kinds = np.where(numbers > 0, VISUAL, TEXT).astype(np.int32)
-    return Rows(rows, positions.astype(np.int32), kinds, segments(rows, numbers, sentence_ends), start)
+    visual = np.cumsum(numbers > 0) - 1
+    return Rows(rows, positions.astype(np.int32), kinds, segments(rows, numbers, sentence_ends), visual, start)
 
 
 def choose_bucket(tokens: int, text: int, level: Level) -> Bucket:
-    """The shortest bucket that holds a prompt of `tokens` rows, `text` of them text.
+    """The shortest bucket that holds a prompt of `tokens` rows, `text` of them text; else the longest, which goes on.
+
+    What does not fit into it is read behind it, through its window: however much, if that is compacted.
 
     Raises:
-        UserError: it is longer than the longest bucket, or has more text than a bucket that shortens it can keep.
+        UserError: it is not, and the prompt is longer than bucket and window, or has more text than can be kept of it.
     """
     buckets = sorted(level.buckets, key=lambda bucket: bucket.length)
-    for bucket in (long_enough := [bucket for bucket in buckets if tokens <= bucket.length]):
-        if bucket.shortened is None or bucket.shortened.fits(tokens, text):
+    for bucket in buckets:
+        if tokens <= bucket.length and (bucket.shortened is None or bucket.shortened.fits(tokens, text)):
             return bucket
-    if long_enough:
-        most = max(bucket.shortened.text for bucket in long_enough if bucket.shortened)
+    longest = buckets[-1]
+    short, free = longest.shortened, longest.window - longest.recent
+    if longest.compact or tokens <= (short.tokens if short else longest.length) + free:
+        return longest
+    if short and tokens <= longest.length:
         raise UserError(
             f"the prompt has {text} text tokens, and this level, which shortens prompts inside the model, has room for "
-            f"{most}: give fewer words, choose a level that does not shorten, or rebuild with more of  --buckets"
+            f"{short.text}: give fewer words, choose a level that does not shorten, or rebuild with more of  --buckets"
         )
     raise UserError(
         f"the prompt has {tokens} tokens ({level.least_visual_tokens} of every image), more than the longest bucket's "
-        f"{buckets[-1].length}: give fewer images or words, or rebuild with  python export/build.py --buckets {tokens}"
+        f"{longest.length} and the {free} that a window takes which is never compacted: give fewer images or words, "
+        f"choose a level that compacts, or rebuild with  python export/build.py --buckets {tokens}"
     )
+
+
+def first_part(rows: Rows, bucket: Bucket) -> int:
+    """How many of a prompt's rows the bucket's prefill reads: all, or as many of the first as fit."""
+    most = min(len(rows), bucket.length)
+    if (short := bucket.shortened) is None:
+        return most
+    text = np.cumsum(rows.kinds == TEXT)
+    return max(n for n in range(1, most + 1) if short.fits(n, int(text[n - 1])))
 
 
 def left_pad(embeddings: np.ndarray, rows: Rows, length: int) -> dict[str, np.ndarray]:

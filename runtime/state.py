@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from engines.bundle import Bucket
-from engines.tokens import TEXT
 
 REPLACES = "new_"  # an ONNX graph cannot return a tensor under an input's name: `new_X` replaces X
 
@@ -16,7 +15,7 @@ class State:
     Attributes:
         arrays: name -> array; stores have one array a layer (`key_store.0`), windows one for the heads of all
             layers (`key_window`).
-        count: window slots in use; the next token is written into this one.
+        count: window slots in use; the next token is written into the one behind them.
         compactions: how often the window was compacted into the store.
     """
 
@@ -39,27 +38,33 @@ class State:
         """The state's tensors among a graph's inputs."""
         return {name: self.arrays[name] for name in names if name in self.arrays}
 
-    def write(self, outputs: dict[str, np.ndarray], position: int, kind: int = TEXT) -> None:
-        """Take over what decode returned, and write the new token's rows into the next window slot.
+    @property
+    def free(self) -> int:
+        """Window slots that are left."""
+        return self.window - self.count
+
+    def write(self, outputs: dict[str, np.ndarray], positions: np.ndarray, kinds: np.ndarray) -> None:
+        """Take over what decode or extend returned, and write the new tokens' rows into the next window slots.
 
         Args:
-            outputs: `new_key`, `new_value` [B, H, 1, D], the KV heads of all layers side by side; with compaction also
-                `new_mass` [B, H, 1] and the masses of store and window, which replace those of the state.
-            position: of the token, counted in the prompt before pruning.
-            kind: of the token, `FIRST` added where it begins a sentence.
+            outputs: `new_key`, `new_value` [B, H, T, D], the KV heads of all layers side by side; with compaction also
+                `new_mass` [B, H, T] and the masses of store and window, which replace those of the state.
+            positions: of the tokens, counted in the prompt before pruning, [n]; they are the last n rows.
+            kinds: of the tokens, `FIRST` added where one begins a sentence, [n].
         """
         self._replace(outputs)
-        slot, arrays = self.count, self.arrays
-        arrays["key_window"][:, :, slot] = outputs["new_key"][:, :, 0]
-        arrays["value_window"][:, :, slot] = outputs["new_value"][:, :, 0]
+        rows, arrays = len(positions), self.arrays
+        slots = slice(self.count, self.count + rows)
+        arrays["key_window"][:, :, slots] = outputs["new_key"][:, :, -rows:]
+        arrays["value_window"][:, :, slots] = outputs["new_value"][:, :, -rows:]
         if "new_mass" in outputs:
-            arrays["window_mass"][..., slot] = outputs["new_mass"][..., 0]
-        arrays["window_bias"][:, slot] = 0
+            arrays["window_mass"][..., slots] = outputs["new_mass"][..., -rows:]
+        arrays["window_bias"][:, slots] = 0
         if "window_positions" in arrays:
-            arrays["window_positions"][:, slot] = position
+            arrays["window_positions"][:, slots] = positions
         if "window_kinds" in arrays:
-            arrays["window_kinds"][:, slot] = kind
-        self.count += 1
+            arrays["window_kinds"][:, slots] = kinds
+        self.count += rows
 
     def compacted(self, outputs: dict[str, np.ndarray]) -> None:
         """Take over what compact returned: the window keeps its last `recent` tokens."""

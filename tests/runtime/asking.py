@@ -63,5 +63,15 @@ class Recorder:
 
         monkeypatch.setattr(backends, "load", recording)
 
+    def steps(self) -> list[tuple[list[int], np.ndarray]]:
+        """Of every decode and extend, the positions of the tokens read and the logits after the last of them."""
+        steps = []
+        for graph, feeds, outputs in self.calls:
+            if graph.startswith("decode"):
+                steps.append((feeds["position"][0].tolist(), outputs["logits"][0]))
+            if graph.startswith("extend"):
+                steps.append((feeds["positions"][feeds["kinds"] > 0].tolist(), outputs["logits"][0]))
+        return steps
+
     def of(self, kind: str) -> list[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
         return [call for call in self.calls if call[0].startswith(kind)]

@@ -152,9 +152,11 @@ def answer(
             position += 1
         before = token
 
-    length, capacities, size, recent = next(s for s in sizes if len(prompt) <= s[0])
-    split = last_visual if question_later else len(prompt)
+    length, capacities, size, recent = next((s for s in sizes if len(prompt) <= s[0]), sizes[-1])
+    split = min(last_visual if question_later else len(prompt), length)
     early, later = prompt[:split], prompt[split:]
+    for slot in later:  # the toy's decode and extend take every token for text
+        slot.row = slot.row + WEIGHTS["kind"][1] - WEIGHTS["kind"][slot.kind % 4]
     for slot, segment in zip(early, segments, strict=False):
         slot.kind %= 4  # the toy's prefill marks nothing
         if compacts:

@@ -60,7 +60,7 @@ def test_json(bundle_path: Path, picture: Path, capsys: pytest.CaptureFixture[st
     assert values["kv_bytes_uncompressed"] == expected.stats.kv_bytes_uncompressed
     assert (values["level"], values["backend"]) == ("tight", "ort")
     assert values["seconds"] == pytest.approx(sum(values["seconds_by_part"].values()))
-    assert {"load", "images", "vision", "prefill", "question", "decode"} <= set(values["seconds_by_part"])
+    assert {"load", "images", "vision", "prefill", "extend", "decode"} <= set(values["seconds_by_part"])
 
 
 def test_info_json(bundle_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import runtime
-from engines.errors import UserError
 from engines.gate import Fallback, Gate
 from engines.manifest import Adaptive, Bucket, Level, Shortened
 from runtime import gate
@@ -143,28 +142,28 @@ def test_the_room_is_that_of_prompts_that_the_level_can_shorten() -> None:
 QUESTION = "red red red red red"
 
 
-def images_that_fill(level: str, least: int) -> int:
+def images_that_fill(least: int) -> int:
     """How many images the longest bucket, of 40 tokens, holds at `least` tokens each."""
     return max(n for n in range(1, 8) if len(ids_of(QUESTION, n)) + n * (least - 1) <= 40)
 
 
 @pytest.mark.parametrize(("level", "least"), [("thrifty", 4), ("gated", 4), ("shared", 1), ("frugal", 2)])
-def test_too_many_images_are_refused_before_anything_runs(
+def test_images_that_do_not_fit_the_longest_bucket_are_read_behind_it(
     level: str, least: int, bundle_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder, vlm = Recorder(monkeypatch), runtime.open(bundle_path, level=level, threads=1)
-    most = images_that_fill(level, least)
-    pictures = [patchy(seed) for seed in range(most + 1)]
-    with pytest.raises(UserError, match=rf"\({least} of every image\), more than the longest bucket's 40"):
-        ask(vlm, QUESTION, pictures)
-    assert recorder.calls == []
-    stats = ask(vlm, QUESTION, pictures[:most], max_new_tokens=1).stats
-    assert len(stats.visual_tokens_by_image) == most
-    assert sum(stats.visual_tokens_by_image) == stats.visual_tokens
-    text = len(ids_of(QUESTION, most)) - most
-    assert stats.visual_tokens + text <= 40
-    if level == "shared":
-        assert stats.visual_tokens + text == 40  # all the room is used
+    most = images_that_fill(least)
+    for count in (most, most + 1):
+        recorder.calls.clear()
+        pictures = [patchy(seed) for seed in range(count)]
+        stats = ask(vlm, QUESTION, pictures, max_new_tokens=1).stats
+        assert len(stats.visual_tokens_by_image) == count
+        assert min(stats.visual_tokens_by_image) >= min(least, 1)
+        assert sum(stats.visual_tokens_by_image) == stats.visual_tokens
+        tokens = stats.visual_tokens + len(ids_of(QUESTION, count)) - count
+        assert sum(len(positions) for positions, _ in recorder.steps()) == max(tokens - 40, 0)
+        if level == "shared":
+            assert tokens == 40 if count == most else tokens > 40  # all the room is used
 
 
 def test_the_bucket_is_that_of_the_tokens_kept(bundle_path: Path) -> None:

@@ -41,10 +41,11 @@ def test_equals_the_judge(
         assert result.tokens == judge.tokens
         assert result.stats.stop_reason == judge.stop
         assert result.stats.compactions == len(judge.compacted_at)
-        logits = [outputs["logits"][0] for _, _, outputs in recorder.of("prefill") + recorder.of("decode")]
-        np.testing.assert_allclose(logits, judge.logits, atol=1e-3)
-        assert [int(feeds["position"][0, 0]) for _, feeds, _ in recorder.of("decode")] == judge.decoded
-        _, feeds, _ = recorder.of("prefill")[0]
+        ((_, feeds, outputs),) = recorder.of("prefill")
+        np.testing.assert_allclose(outputs["logits"][0], judge.logits[0], atol=1e-3)
+        assert [position for positions, _ in recorder.steps() for position in positions] == judge.decoded
+        for positions, logits in recorder.steps():
+            np.testing.assert_allclose(logits, judge.logits[1 + judge.decoded.index(positions[-1])], atol=1e-3)
         starts = [i + k * (toy.IMAGE_TOKENS - 1) for k, i in enumerate(places(ids_of(question, images)))]
         want = [start + place for start, kept in zip(starts, judge.kept, strict=True) for place in kept]
         assert feeds["positions"][feeds["kinds"] == 2].tolist() == want
@@ -143,8 +144,53 @@ def test_question_later_takes_the_bucket_of_the_whole_prompt(bundle_path: Path, 
     _, feeds, _ = recorder.of("prefill")[0]
     assert result.stats.bucket == 40
     assert np.count_nonzero(feeds["kinds"]) == 6 + 2  # up to the image: <s> user : image 1 :
-    assert len(recorder.of("decode")) == 20 + 2
-    assert recorder.of("decode")[0][1]["position"] == 6 + toy.IMAGE_TOKENS
+    assert [len(positions) for positions, _ in recorder.steps()] == [3, 1] * 5 + [2]  # of 4 free slots; 3 a chunk
+    assert recorder.steps()[0][0] == [*range(6 + toy.IMAGE_TOKENS, 9 + toy.IMAGE_TOKENS)]
+
+
+@pytest.mark.parametrize(
+    ("level", "words", "images", "question_later"),
+    [
+        ("tight", 70, 0, False),
+        ("tight", 60, 1, False),
+        ("tight", 60, 1, True),
+        ("tight", 40, 8, False),
+        ("tight", 40, 8, True),
+        ("thrifty", 20, 6, True),
+        ("shared", 40, 3, False),
+        ("loose", 12, 4, False),
+        ("loose", 2, 6, True),
+    ],
+)
+def test_a_prompt_longer_than_the_longest_bucket_goes_on_behind_it(
+    level: str, words: int, images: int, question_later: bool, bundle_path: Path, recorder: Recorder
+) -> None:
+    """Also where an image stands on both sides of the bucket's end. `loose` never compacts: its window takes it."""
+    pictures, question = [patchy(k) for k in range(images)], "red two " * (words // 2)
+    options: dict[str, Any] = {"ignore_eos": True, "question_later": question_later}
+    vlm = runtime.open(bundle_path, level=level, threads=1)
+    result = ask(vlm, question, pictures, max_new_tokens=8, **options)
+    judge = reference.answer(ids_of(question, images), pictures, level, 8, **options)
+    assert result.stats.bucket == 40
+    assert result.tokens == judge.tokens
+    assert result.stats.compactions == len(judge.compacted_at)
+    read = [position for positions, _ in recorder.steps() for position in positions]
+    assert read == judge.decoded
+    assert len(read) > 7
+    for positions, logits in recorder.steps():
+        np.testing.assert_allclose(logits, judge.logits[1 + judge.decoded.index(positions[-1])], atol=1e-3)
+    assert [feeds["window_kinds"][0].tolist() for _, feeds, _ in recorder.of("compact")] == judge.full
+
+
+def test_memory_is_the_same_however_long_the_prompt(bundle_path: Path, recorder: Recorder) -> None:
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    sizes, most = [], []
+    for words in (40, 100):
+        recorder.calls.clear()
+        sizes.append(ask(vlm, "red " * words, [], max_new_tokens=2).stats.kv_bytes)
+        most.append(max(sum(a.nbytes for a in (*feeds.values(), *out.values())) for _, feeds, out in recorder.calls))
+    assert sizes[0] == sizes[1]
+    assert most[0] == most[1]
 
 
 def test_sessions_are_loaded_when_needed_and_kept(bundle_path: Path, recorder: Recorder) -> None:
@@ -155,7 +201,8 @@ def test_sessions_are_loaded_when_needed_and_kept(bundle_path: Path, recorder: R
     ask(vlm, "is it", [image(0), image(1), image(2)], max_new_tokens=2, ignore_eos=True)
     ask(vlm, "is it", [image(0)], max_new_tokens=12, ignore_eos=True)
     assert max(Counter(recorder.loaded).values()) == 1
-    assert set(recorder.loaded) == {n for n in vlm.bundle.manifest.graphs if "tight" in n} - {"compact_tight_40"}
+    unused = {"compact_tight_40", "extend_tight_16", "extend_tight_40"}
+    assert set(recorder.loaded) == {n for n in vlm.bundle.manifest.graphs if "tight" in n} - unused
 
 
 def test_bytes_are_those_of_every_state_tensor(bundle_path: Path) -> None:

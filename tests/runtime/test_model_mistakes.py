@@ -20,7 +20,7 @@ MISTAKES: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("more images", [USER | {"content": [TEXT]}], [image(0)], {}, "0 image placeholders, but 1 image was given"),
     ("fewer images", [USER | {"content": [{"type": "image"}, TEXT]}], [], {}, "1 image placeholder, but 0 images were"),
     ("placeholder in the text", "what is <image>", [image(0)], {}, "2 image placeholders, but 1 image was given"),
-    ("too long", "red " * 50, [], {}, "longest bucket's 40.*--buckets 55"),
+    ("too long", "red " * 56, [], {}, "longest bucket's 40 and the 20 .*--buckets 61"),
     ("too many positions", "red " * 130, [], {}, "only 120 positions"),
     ("no messages", [], [], {}, "text or a list of messages"),
     ("no role", [{"content": "hi"}], [], {}, "role and a content"),

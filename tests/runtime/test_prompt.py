@@ -17,7 +17,7 @@ from PIL import Image
 
 from engines.bundle import Bucket, Embedding, Level, Model, Shortened
 from engines.errors import UserError
-from runtime.prompt import PromptReader, Rows, choose_bucket, lay_out, left_pad, question_inputs
+from runtime.prompt import PromptReader, Rows, choose_bucket, first_part, lay_out, left_pad, question_inputs
 from tests.runtime import toy
 
 ENDS = [5, 6, 7]
@@ -219,7 +219,7 @@ def test_first_row_after_the_images() -> None:
 
 def test_left_pad() -> None:
     positions, kinds, segments = (np.array(values, np.int32) for values in ([0, 3, 9], [1, 2, 1], [1, 1, 2]))
-    rows = Rows(np.array([5, 4, 6]), positions, kinds, segments, 10)
+    rows = Rows(np.array([5, 4, 6]), positions, kinds, segments, np.zeros(3, np.int64), 10)
     inputs = left_pad(np.ones((3, 2), np.float32), rows, 5)
     assert inputs["embeddings"].tolist() == [[[0, 0], [0, 0], [1, 1], [1, 1], [1, 1]]]
     assert inputs["positions"].tolist() == [[0, 0, 0, 3, 9]]
@@ -244,8 +244,13 @@ def test_bucket_choice_does_not_trust_the_order() -> None:
     buckets = [Bucket(length, [1], 2, 1, "p", "d", "") for length in (64, 16, 32)]
     level = Level({}, [1], 99, 4, "v", buckets)
     assert [choose_bucket(n, n, level).length for n in (1, 16, 17, 33, 64)] == [16, 16, 32, 64, 64]
-    with pytest.raises(UserError, match=r"65 tokens.*longest bucket's 64.*--buckets 65"):
-        choose_bucket(65, 65, level)
+    assert choose_bucket(65, 65, level).length == 64  # the window takes one token more
+    with pytest.raises(
+        UserError, match=r"66 tokens.*longest bucket's 64 and the 1 .*level that compacts.*--buckets 66"
+    ):
+        choose_bucket(66, 66, level)
+    compacts = [Bucket(length, [1], 2, 1, "p", "d", "c") for length in (64, 16, 32)]
+    assert choose_bucket(10**6, 10**6, dataclasses.replace(level, buckets=compacts)).length == 64
 
 
 def test_a_prompt_with_more_text_than_can_be_kept_moves_on_or_is_refused() -> None:
@@ -255,11 +260,26 @@ def test_a_prompt_with_more_text_than_can_be_kept_moves_on_or_is_refused() -> No
     # (tokens, text) -> length: no more tokens than S' always fit, and of longer prompts those with little text
     cases = {(16, 16): 32, (17, 12): 32, (17, 13): 64, (32, 12): 32, (40, 40): 64, (64, 30): 64}
     assert {case: choose_bucket(*case, level).length for case in cases} == cases
-    for case in ((41, 31), (64, 31)):
+    assert choose_bucket(41, 31, level).length == 64  # 40 of them, and one by the window
+    for case in ((42, 31), (64, 31)):
         with pytest.raises(UserError, match=r"31 text tokens.*room for 30: give fewer words"):
             choose_bucket(*case, level)
     whole = dataclasses.replace(level, buckets=[*buckets, Bucket(128, [1], 2, 1, "p", "d", "")])
     assert choose_bucket(64, 31, whole).length == 128
+    compacts = [dataclasses.replace(bucket, compact="c") for bucket in buckets]
+    assert choose_bucket(1000, 900, dataclasses.replace(level, buckets=compacts)).length == 64
+
+
+@given(st.data(), st.integers(1, 60), st.integers(1, 40))
+def test_the_first_part_is_the_longest_that_the_bucket_can_keep(data: st.DataObject, tokens: int, length: int) -> None:
+    kinds = np.array(data.draw(st.lists(st.sampled_from([1, 2]), min_size=tokens, max_size=tokens)), np.int32)
+    rows = Rows(*(np.zeros(tokens, np.int64),) * 2, kinds, *(np.zeros(tokens, np.int64),) * 2, tokens)
+    whole = Bucket(length, [1], 2, 1, "p", "d", "c")
+    assert first_part(rows, whole) == min(tokens, length)
+    kept = data.draw(st.integers(1, length))
+    short = Shortened(kept, data.draw(st.integers(0, kept)))
+    want = [n for n in range(1, min(tokens, length) + 1) if n <= short.tokens or sum(kinds[:n] == 1) <= short.text]
+    assert first_part(rows, dataclasses.replace(whole, shortened=short)) == want[-1]
 
 
 def test_toy_template_is_the_demos() -> None:

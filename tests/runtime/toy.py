@@ -60,6 +60,7 @@ WEIGHTS = {
     "skip": _random(HIDDEN, VOCABULARY, seed=9, scale=0.5),
 }
 PREPROCESSOR = ImagePreprocessor({"height": 8, "width": 8}, 3, None, 1 / 255, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
+CHUNKS = {8: {16: 4, 40: 3}}  # window: bucket: T; without one, tokens are decoded one by one
 LEVELS = {  # level: kept of an image, whether it compacts, [(S, C of each layer, W, r)]
     "loose": (4, False, [(16, [12, 12], 24, 4), (40, [36, 36], 24, 4)]),
     "tight": (2, True, [(16, [8, 6], 8, 4), (40, [10, 12], 8, 4)]),
@@ -116,12 +117,17 @@ def _of_layer(g: Builder, window: str, layer: int) -> str:
     return g.cut(window, first, first + KV_HEADS[layer], 1)
 
 
-def _attend(g: Builder, query: str, keys: str, values: str, bias: str, layer: int) -> tuple[str, str]:
-    """[1, H, 1, D] over [1, Hkv, T, D] with bias [1, Hkv or 1, T] -> output [1, 1, H * D], received [1, Hkv, T]."""
+def _attend(
+    g: Builder, query: str, keys: str, values: str, bias: str, layer: int, rows: int = 1, real: str | None = None
+) -> tuple[str, str]:
+    """[1, H, rows, D] over [1, Hkv, T, D] -> output [1, rows, H * D], and what the T received, [1, Hkv, T].
+
+    The bias is [1, Hkv or 1, T], or of every row, [1, Hkv or 1, rows, T]; rows count where `real` [1, 1, rows, 1] is 1.
+    """
     scores = g("Mul", g("MatMul", query, g("Transpose", keys, perm=[0, 1, 3, 2])), g.const(HEAD_DIM**-0.5))
-    p = g("Softmax", g("Add", scores, g("Unsqueeze", bias, g.const([2]))), axis=-1)
-    mixed = g.reshape(g("Transpose", g("MatMul", p, values), perm=[0, 2, 1, 3]), 1, 1, HIDDEN)
-    received = g("Squeeze", p, g.const([2]))
+    p = g("Softmax", g("Add", scores, bias if real else g("Unsqueeze", bias, g.const([2]))), axis=-1)
+    mixed = g.reshape(g("Transpose", g("MatMul", p, values), perm=[0, 2, 1, 3]), 1, rows, HIDDEN)
+    received = g("ReduceSum", g("Mul", p, real) if real else p, g.const([2]), keepdims=0)
     return mixed, received if KV_HEADS[layer] > 1 else g("ReduceMean", received, g.const([1]), keepdims=1)
 
 
@@ -252,6 +258,56 @@ def _decode(bucket: Bucket) -> Builder:
     return g
 
 
+def _extend(bucket: Bucket) -> Builder:
+    """As `_decode`, for a left-padded chunk of tokens that see those of them before themselves."""
+    g, state, width, chunk = Builder(), _state(bucket), bucket.window, bucket.chunk
+    embeddings = g.input("embeddings", "float32", 1, chunk, HIDDEN)
+    positions = g.input("positions", "int32", 1, chunk)
+    kinds = g.input("kinds", "int32", 1, chunk)
+    for name, (dtype, shape) in state.items():
+        if "positions" not in name and "kinds" not in name:
+            g.input(name, dtype, *shape)
+    row = _rows(g, embeddings, positions, None)
+    last = g.cut(row, chunk - 1, chunk, 1)
+    padding = g("Equal", g.cast(kinds, "int64"), g.const([0]))
+    real = g.reshape(g("Where", padding, g.const([0.0]), g.const([1.0])), 1, 1, chunk, 1)
+    among = g(
+        "Add", g("Where", padding, g.const([-1e9]), g.const([0.0])), g.const(np.triu(np.full((chunk,) * 2, -1e9), 1))
+    )
+    mixed: list[str] = []
+    masses: list[str] = []
+    new: dict[str, list[str]] = {"key": [], "value": []}
+    for layer, slots in enumerate(bucket.capacities):
+        rows, heads = {}, KV_HEADS[layer]
+        for name in ("key", "value"):
+            own = _heads(g, row, WEIGHTS[name][layer], chunk, heads)
+            new[name].append(own)
+            rows[name] = g("Concat", f"{name}_store.{layer}", _of_layer(g, f"{name}_window", layer), own, axis=2)
+        parts = [
+            g("Unsqueeze", g.cast(f"store_bias.{layer}", "float32"), g.const([2])),
+            g.reshape("window_bias", 1, 1, 1, width),
+            g.reshape(among, 1, 1, chunk, chunk),
+        ]
+        sizes = (slots, width, chunk)
+        each = [g("Expand", p, g.const([1, heads, chunk, size])) for p, size in zip(parts, sizes, strict=True)]
+        query = _heads(g, row, WEIGHTS["query"][layer], chunk)
+        bias = g("Concat", *each, axis=3)
+        out, received = _attend(g, query, rows["key"], rows["value"], bias, layer, chunk, real)
+        mixed.append(g.cut(out, chunk - 1, chunk, 1))
+        total = g("Add", f"store_mass.{layer}", g.cut(received, 0, slots, 2))
+        g.output(f"new_store_mass.{layer}", total, "float32", 1, heads, slots)
+        masses.append(g.cut(received, slots, slots + width + chunk, 2))
+    g.output("logits", _logits(g, last, mixed), "float32", 1, VOCABULARY)
+    heads = sum(KV_HEADS)
+    for name, values in new.items():
+        g.output(f"new_{name}", g("Concat", *values, axis=1), "float32", 1, heads, chunk, HEAD_DIM)
+    everyone = g("Concat", *masses, axis=1)
+    total = g("Add", "window_mass", g.cut(everyone, 0, width, 2))
+    g.output("new_window_mass", total, "float32", 1, heads, width)
+    g.output("new_mass", g.cut(everyone, width, width + chunk, 2), "float32", 1, heads, chunk)
+    return g
+
+
 def _compact(bucket: Bucket) -> Builder:
     """Store and the window's oldest tokens -> the last C of them; the window moves its last r to the front."""
     g, state, width = Builder(), _state(bucket), bucket.window
@@ -299,9 +355,12 @@ def build(out: Path, unknown: str | None = None) -> Path:
                 names: dict[str, Any] = {kind: f"{kind}_{level}_{length}" for kind in ("prefill", "decode", "compact")}
                 if not compacts:
                     names["compact"] = ""
+                if chunk := CHUNKS.get(window, {}).get(length, 0):
+                    names |= {"extend": f"extend_{level}_{length}", "chunk": chunk}
                 bucket = Bucket(length, capacities, window, recent, **names)
-                for kind, make in (("prefill", _prefill), ("decode", _decode), ("compact", _compact)):
-                    if name := names[kind]:
+                makers = {"prefill": _prefill, "decode": _decode, "extend": _extend, "compact": _compact}
+                for kind, make in makers.items():
+                    if name := names.get(kind):
                         graphs[name] = make(bucket).save(folder / f"{name}.onnx", kind)
                 buckets.append(bucket)
             later = unknown if level == "tight" else None
