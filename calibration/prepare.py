@@ -66,7 +66,8 @@ def _with(checkpoint: Checkpoint, language_model: nn.Module, kv_heads: list[int]
 def _note(heads: Heads, moments: Sequence[HeadMoments]) -> str:
     """What was found, for a person to read."""
     alike = [known.similarity(heads.align) for known in moments]
-    before, after = sum(map(len, alike)), sum(len(heads.clusters(layer)) for layer in alike)
+    before, after = sum(map(len, alike)), sum(map(len, heads.groups(moments)))
     closest = max(layer.fill_diagonal_(-1).max().item() for layer in alike)
+    wanted = f"{min(heads.thresholds):g} to {max(heads.thresholds):g}" if heads.thresholds else heads.threshold
     found = f"{after} of {before} KV heads are left" if after < before else "no KV heads are merged"
-    return f"{found}: the two most alike have a cosine of {closest:.2f}, the threshold is {heads.threshold}"
+    return f"{found}: the two most alike have a cosine of {closest:.2f}, the threshold is {wanted}"

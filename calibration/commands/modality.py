@@ -32,15 +32,12 @@ def run(arguments: argparse.Namespace) -> None:
     import json
 
     from calibration import attention_map, modality_budget, samples, survey
-    from engines.errors import UserError
     from export import checkpoint as checkpoints
 
     folder = arguments.checkpoint
-    path = arguments.map or attention_map.default_path(folder)
-    found = attention_map.load(path)
+    found = attention_map.load(arguments.map or attention_map.default_path(folder))
     checkpoint = checkpoints.load(folder, weights=False)
-    if found.facts.weights != survey.fingerprint(checkpoint):
-        raise UserError(f"{path} is of another model: measure it with  python -m calibration map {folder} --out {path}")
+    survey.check(found, checkpoint)
     budget = modality_budget.measured(found, visual_cap=arguments.visual_cap, text_cap=arguments.text_cap)
     chosen = samples.read(arguments.samples or folder / "samples")[: arguments.limit]
     text, visual = modality_budget.tokens(checkpoint, chosen).mean(axis=0).tolist()

@@ -148,7 +148,7 @@ def test_mistakes_name_what_to_do(folder: Path, measured: AttentionMap, tmp_path
     foreign = dataclasses.replace(measured, facts=dataclasses.replace(measured.facts, weights="another"))
     foreign.save(path)
     assert command_line.main(["modality", str(folder), "--map", str(path)]) == 2
-    assert "of another model" in capsys.readouterr().err
+    assert "with other weights: measure it again" in capsys.readouterr().err
 
 
 def test_a_map_of_text_alone_is_no_guide(measured: AttentionMap) -> None:

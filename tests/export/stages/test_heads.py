@@ -116,6 +116,14 @@ def test_a_threshold_that_nothing_reaches_leaves_the_model_itself(align: bool) -
     assert counts == [4, 4, 4]
 
 
+def test_each_layer_may_have_its_own_threshold() -> None:
+    known = [moments_of([[0, 1], [2, 3]], 16)] * len(CLUSTERS)
+    heads = Heads(merge=True, thresholds=[1.01, 0.9, -1.01])
+    assert heads.groups(known) == [[[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]]
+    with pytest.raises(UserError, match="thresholds has 3 values, the model 2 layers"):
+        heads.groups(known[:2])
+
+
 def test_no_padding_where_clusters_are_of_one_size() -> None:
     merged: Any = Heads(merge=True).fold(llama(), [moments_of([[0, 3], [1, 2]], 16)] * len(CLUSTERS))[0]
     assert merged.layers[0].self_attn.q_proj.weight.shape == (4 * 2 * 16, 24)
@@ -170,7 +178,7 @@ def linked(cosines: np.ndarray, threshold: float, most: int) -> list[list[int]]:
 
 @given(similarities(), st.floats(-1, 1), st.integers(2, 5))
 def test_clusters_are_those_of_complete_linkage(similarity: Tensor, threshold: float, most: int) -> None:
-    clusters = Heads(merge=True, threshold=threshold, most=most).clusters(similarity)
+    clusters = Heads(merge=True, most=most).clusters(similarity, threshold)
     assert clusters == linked(similarity.numpy(), threshold, most)
     assert sorted(head for cluster in clusters for head in cluster) == list(range(len(similarity)))
     for cluster in clusters:

@@ -8,54 +8,19 @@ that are alike are pooled, in clusters, as CHAI does (arXiv 2403.08058); `align`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engines.errors import UserError
+from export.stages.heads.moments import HeadMoments
 from export.stages.stage import Stage, twin
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 KNOWN_PARTS = (*PROJECTIONS, "rotary_emb")
-
-
-@dataclass(frozen=True)
-class HeadMoments:
-    """How alike the KV heads of a layer are: means over the tokens of the samples, rows scaled to length one.
-
-    Attributes:
-        keys: conj(z_i) z_j of heads i and j, complex64 [kv_heads, kv_heads, head_dim / 2]; z are the pairs of numbers
-            of a key, (x_d, x_(d + head_dim / 2)), that RoPE turns together.
-        values: outer products of the values v_i and v_j, float32 [kv_heads, kv_heads, head_dim, head_dim].
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    def similarity(self, aligned: bool) -> Tensor:
-        """Mean cosine of each two heads, the lower of keys' and values', [kv_heads, kv_heads].
-
-        Args:
-            aligned: each two heads turned onto each other as well as can be (`turns`).
-        """
-        if aligned:
-            return torch.minimum(self.keys.abs().sum(dim=-1), torch.linalg.svdvals(self.values).sum(dim=-1))
-        return torch.minimum(self.keys.sum(dim=-1).real, self.values.diagonal(dim1=-2, dim2=-1).sum(dim=-1))
-
-    def turns(self, head: int, onto: int) -> tuple[Tensor, Tensor]:
-        """Rotations [head_dim, head_dim] that bring a head's keys and values closest to another's.
-
-        Keys may only be turned within the pairs that RoPE turns, values by any orthogonal matrix (Procrustes).
-        """
-        turn = self.keys[onto, head].conj()
-        turn = torch.where(turn.abs() > 0, turn / turn.abs(), 1.0)
-        real, imaginary = torch.diag(turn.real), torch.diag(turn.imag)
-        key = torch.cat([torch.cat([real, -imaginary], dim=1), torch.cat([imaginary, real], dim=1)])
-        left, _, right = torch.linalg.svd(self.values[onto, head])
-        return key, left @ right
 
 
 @dataclass(eq=False)
@@ -69,12 +34,14 @@ class Heads(Stage):
     Attributes:
         merge: whether heads are merged at all.
         threshold: lowest mean cosine of any two heads of a cluster, of their keys after RoPE and of their values.
+        thresholds: the same of each layer, as `python -m calibration heads` chooses them; empty: `threshold` in all.
         most: heads of a cluster, at most.
         align: turn heads onto each other before they are compared and averaged; folded into the projections too.
     """
 
     merge: bool = False
     threshold: float = 0.88
+    thresholds: list[float] = field(default_factory=list)
     most: int = 4
     align: bool = False
 
@@ -82,11 +49,14 @@ class Heads(Stage):
         if self.most < 2:
             raise ValueError(f"most must be at least 2, got {self.most}")
 
-    def clusters(self, similarity: Tensor) -> list[list[int]]:
-        """Which heads become one, by complete linkage: two clusters are as alike as their least alike heads.
+    def merges(self, similarity: Tensor) -> Iterator[tuple[float, list[list[int]]]]:
+        """The steps of complete linkage, the most alike first: two clusters are as alike as their least alike heads.
 
         Args:
             similarity: [kv_heads, kv_heads].
+
+        Yields:
+            How alike those are that become one, no more than those before, and all clusters then.
         """
         alike = similarity.tolist()
         clusters = [[head] for head in range(len(alike))]
@@ -97,10 +67,43 @@ class Heads(Stage):
                 for a in range(b)
                 if len(clusters[a]) + len(clusters[b]) <= self.most
             ]
-            weakest, a, b = max(links, default=(-torch.inf, 0, 0))  # of equal ones the lowest heads
-            if weakest < self.threshold:
-                return clusters
-            clusters[-a] = sorted(clusters[-a] + clusters.pop(-b))
+            if not links:
+                return
+            weakest, a, b = max(links)  # of equal ones the lowest heads
+            one = sorted(clusters[-a] + clusters[-b])
+            clusters = [one if i == -a else cluster for i, cluster in enumerate(clusters) if i != -b]
+            yield weakest, clusters
+
+    def clusters(self, similarity: Tensor, threshold: float) -> list[list[int]]:
+        """Which heads become one where no two of a cluster may be less alike than the threshold."""
+        clusters = [[head] for head in range(len(similarity))]
+        for alike, merged in self.merges(similarity):
+            if alike < threshold:
+                break
+            clusters = merged
+        return clusters
+
+    def groups(self, moments: Sequence[HeadMoments]) -> list[list[list[int]]]:
+        """The clusters of each layer.
+
+        Raises:
+            UserError: the recipe has thresholds for a model of another number of layers.
+        """
+        layers = len(moments)
+        thresholds = self.thresholds or [self.threshold] * layers
+        if len(thresholds) != layers:
+            raise UserError(
+                f"heads.thresholds has {len(thresholds)} values, the model {layers} layers: calibrate for this model"
+            )
+        pairs = zip(moments, thresholds, strict=True)
+        return [self.clusters(known.similarity(self.align), threshold) for known, threshold in pairs]
+
+    def check(self, language_model: nn.Module, moments: Sequence[HeadMoments]) -> None:
+        """Raise a `UserError` if the heads of this model cannot be merged in its weights."""
+        for attention in attentions(language_model, len(moments)):
+            _check(attention)
+        if self.align:
+            _check_rope(language_model, moments[0].values.shape[-1])
 
     def fold(self, language_model: nn.Module, moments: Sequence[HeadMoments]) -> tuple[nn.Module, list[int]]:
         """The decoder with merged heads, and the number of KV heads of each layer.
@@ -110,16 +113,13 @@ class Heads(Stage):
         Raises:
             UserError: the heads of this model cannot be merged in its weights.
         """
-        for attention in _attentions(language_model, len(moments)):
-            _check(attention)
-        if self.align:
-            _check_rope(language_model, moments[0].values.shape[-1])
-        clusters = [self.clusters(known.similarity(self.align)) for known in moments]
+        self.check(language_model, moments)
+        clusters = self.groups(moments)
         counts = [len(layer) for layer in clusters]
         if counts == [len(known.keys) for known in moments]:
             return language_model, counts
         merged = twin(language_model)
-        for attention, groups, known in zip(_attentions(merged, len(moments)), clusters, moments, strict=True):
+        for attention, groups, known in zip(attentions(merged, len(moments)), clusters, moments, strict=True):
             if len(groups) < len(known.keys):
                 self._fold_layer(attention, groups, known)
         return merged, counts
@@ -151,7 +151,7 @@ class Heads(Stage):
         attention.o_proj.in_features, attention.num_key_value_groups = weight.shape[1], widest
 
 
-def _attentions(language_model: nn.Module, layers: int) -> list[Any]:
+def attentions(language_model: nn.Module, layers: int) -> list[Any]:
     """The attention of every layer; None where it cannot be found."""
     modules: list[Any] = [m for m in language_model.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
     found = {module.layer_idx: module for module in modules}
