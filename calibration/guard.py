@@ -195,8 +195,10 @@ class Guard:
         reader = Reader(self.checkpoint, recipe, prepared, layers, self.reach, later)
         readings, said, changes = [], [], []
         for reference in self.references:
-            readings.append(reader.read(reference.prompt, reference.answer))
-            said.append(reader.say(reference.prompt))
+            readings.append(reading := reader.read(reference.prompt, reference.answer))
+            # What it would say at every step of the answer, and what it says, are one as long as both agree.
+            told = reading.log_probs.argmax(dim=-1).tolist()
+            said.append(told if told == reference.answer[:MOST] else reader.say(reference.prompt))
             if reference.other is not None:
                 changes.append(_changes(readings[-1], reader.read(reference.other, reference.answer)))
             done()

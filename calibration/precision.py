@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calibration.evaluate import prompt_of
+from calibration.prepare import prepare
 from calibration.samples import Sample, model_inputs
 from calibration.sensitivity import divergence, read
 from engines.config import parse
@@ -113,6 +115,48 @@ def choose(losses: NDArray[np.float64], limit: float) -> list[int]:
     fits = losses <= limit / len(losses)
     fits[:, -1] = True
     return fits.argmax(axis=1).tolist()
+
+
+@dataclass(frozen=True)
+class Found:
+    """The losses [layers, methods], the number of each layer's method, and what all layers lose by these."""
+
+    losses: NDArray[np.float64]
+    chosen: list[int]
+    together: float
+
+
+def find(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    samples: Sequence[Sample],
+    tables: Sequence[dict[str, Any]],
+    limit: float,
+    later: bool = False,
+    progress: Callable[[], None] = lambda: None,
+) -> Found:
+    """The narrowest method that each layer bears.
+
+    Args:
+        tables: the methods, narrowest first.
+        limit: what all layers may lose, nats a token of an answer.
+        progress: called twice a sample.
+    """
+    # Layers are those of the decoder that the recipe makes; calibrated is what any of the methods needs.
+    every = method_of(recipe, {"method": "by-layer", "layers": [*tables]})
+    recipe = dataclasses.replace(recipe, quantize=every)
+    found = prepare(checkpoint, {recipe.name: recipe}, samples)[recipe.name]
+    checkpoint = dataclasses.replace(checkpoint, decoder=found.decoder)
+    layers, known = range(found.decoder.num_layers), found.statistics
+    methods = [method_of(recipe, table) for table in tables]
+    ways = [[through(method, known[layer] if known else None) for method in methods] for layer in layers]
+
+    def measured(choices: list[dict[int, Through]]) -> NDArray[np.float64]:
+        return measure(checkpoint, recipe, samples, choices, later, progress)
+
+    losses = measured([{layer: way} for layer in layers for way in ways[layer]]).reshape(len(layers), -1)
+    chosen = choose(losses, limit)
+    return Found(losses, chosen, float(measured([{layer: ways[layer][i] for layer, i in enumerate(chosen)}])[0]))
 
 
 def fragment(chosen: Sequence[dict[str, Any]]) -> str:

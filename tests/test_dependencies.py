@@ -43,11 +43,12 @@ MAY_IMPORT = {
         "jinja2",
         "matplotlib",
         "easy_vqa",
+        "tomli_w",
     },
 }
 TOP = ROOT / "export" / "build.py"  # the user's entry may import everything but the runtime
 LAZY = {
-    "calibration": {"easy_vqa", "jinja2", "matplotlib"},
+    "calibration": {"easy_vqa", "jinja2", "matplotlib", "tomli_w"},
     "engines": {"onnx", "onnxruntime", *TRT},
     "runtime": {"PIL", "tokenizers", "jinja2"},
 }

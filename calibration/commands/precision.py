@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 from calibration.commands.options import Commands, nats, progress_bar
@@ -40,39 +39,23 @@ def run(arguments: argparse.Namespace) -> None:
     import json
 
     from calibration import precision, samples
-    from calibration.prepare import prepare
     from export import checkpoint as checkpoints
     from export import recipe as recipes
 
     recipe = recipes.load(arguments.recipe, arguments.checkpoint)
     tables = precision.tables(recipe, arguments.methods or precision.METHODS)
-    methods = [precision.method_of(recipe, table) for table in tables]
     chosen = samples.read(arguments.samples or arguments.checkpoint / "samples")[: arguments.limit]
     checkpoint = checkpoints.load(arguments.checkpoint)
-    layers = range(checkpoint.decoder.num_layers)
     with progress_bar() as bar:
-        # Layers are those of the decoder that the recipe makes; calibrated is what any of the methods needs.
-        every = precision.method_of(recipe, {"method": "by-layer", "layers": tables})
-        recipe = dataclasses.replace(recipe, quantize=every)
-        found = prepare(checkpoint, {recipe.name: recipe}, chosen)[recipe.name]
-        checkpoint = dataclasses.replace(checkpoint, decoder=found.decoder)
-        known = found.statistics
-        ways = [[precision.through(method, known[layer] if known else None) for method in methods] for layer in layers]
         task = bar.add_task("samples", total=2 * len(chosen))
-
-        def measured(choices: list[dict[int, precision.Through]]):
-            return precision.measure(
-                checkpoint, recipe, chosen, choices, arguments.later, progress=lambda: bar.advance(task)
-            )
-
-        losses = measured([{layer: way} for layer in layers for way in ways[layer]]).reshape(len(layers), -1)
-        best = precision.choose(losses, arguments.limit_kl)
-        together = measured([{layer: ways[layer][i] for layer, i in enumerate(best)}])[0]
+        limit, later = arguments.limit_kl, arguments.later
+        found = precision.find(checkpoint, recipe, chosen, tables, limit, later, lambda: bar.advance(task))
+    losses, best, together = found.losses, found.chosen, found.together
     if arguments.json:
         figures = {"methods": tables, "kl": losses.tolist(), "chosen": best, "kl_together": together}
         print(json.dumps({"samples": len(chosen), "limit_kl": arguments.limit_kl, **figures}))
         return
-    share = arguments.limit_kl / len(layers)
+    share = arguments.limit_kl / len(losses)
     print(f"KL of the answer's logits, nats a token, where one layer is quantized; {len(chosen)} samples")
     print("layer " + "".join(f"{table['method']:>12}" for table in tables))
     for layer, row in enumerate(losses):

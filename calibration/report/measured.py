@@ -13,7 +13,7 @@ from calibration.report.page import Plot, Section, Table
 from engines.config import read_json
 from engines.errors import UserError, one_line
 
-TUNE = "python -m calibration tune {checkpoint} --trials trials.json"
+TUNE = "python -m calibration tune {checkpoint} --target-accuracy -1 --out trials.toml"
 ACCURACY = "python scripts/accuracy.py {bundle} --json accuracy.json"
 LATENCY = "python scripts/compare_latency.py {bundle} --level {level} --json latency-{level}.json"
 REGIMES = {"prompt": "question known", "later": "question later"}

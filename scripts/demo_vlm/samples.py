@@ -2,6 +2,7 @@
 
     python -m demo_vlm.samples models/demo-vlm/samples          (run in scripts/)
     python -m demo_vlm.samples build/pages --pages              of four pages each, for what is to read pages
+    python -m demo_vlm.samples build/tuning --times 3           192 like the first, for what is to be chosen by them
 
 easy-VQA training images and fresh pages of a seed that neither training nor a held-out suite uses.
 `samples.jsonl` holds one object a line, its images beside it:
@@ -15,6 +16,7 @@ from pathlib import Path
 from PIL import Image
 
 from demo_vlm.data import Kind, Source, load_easy_vqa
+from engines.errors import positive
 
 SEED = 80_001
 Contexts = tuple[tuple[int, dict[Kind, float], int, int], ...]
@@ -30,14 +32,14 @@ CONTEXTS: Contexts = (
 PAGES: Contexts = ((4, {"page": 1}, 2, 32),)
 
 
-def write_samples(folder: Path, kinds: Contexts = CONTEXTS) -> int:
-    """Write the prompts and their images into `folder`; the number of prompts."""
+def write_samples(folder: Path, kinds: Contexts = CONTEXTS, times: int = 1) -> int:
+    """Write the prompts and their images into `folder`, `times` as many of each kind; the number of prompts."""
     folder.mkdir(parents=True, exist_ok=True)
     source = Source(load_easy_vqa("train"), SEED)
     lines: list[str] = []
     drawn = 0
     for images, mix, questions, contexts in kinds:
-        for _ in range(contexts):
+        for _ in range(contexts * times):
             context = source.context(images, mix, questions)
             names = [f"{drawn + k:03}.png" for k in range(images)]
             for name, pixels in zip(names, context.images, strict=True):
@@ -55,8 +57,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to write, e.g. models/demo-vlm/samples")
     parser.add_argument("--pages", action="store_true", help="64 prompts of four pages")
+    parser.add_argument("--times", type=positive, default=1, metavar="N", help="as many prompts (default: 1)")
     arguments = parser.parse_args()
-    print(f"{write_samples(arguments.folder, PAGES if arguments.pages else CONTEXTS)} prompts")
+    kinds = PAGES if arguments.pages else CONTEXTS
+    print(f"{write_samples(arguments.folder, kinds, arguments.times)} prompts")
 
 
 if __name__ == "__main__":
