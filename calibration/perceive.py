@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch import Tensor
 
 from calibration.evaluate import Prompt
 from export.checkpoint import Checkpoint
@@ -40,7 +41,15 @@ class Perceive:
         visual = prompt.kinds == VISUAL
         if self.count == self.tokens or not visual.any():
             return prompt
-        features = prompt.embeddings[visual].unflatten(0, (-1, self.tokens))  # [images, N, hidden_size]
+        features, order = self.order(prompt)
+        kept = torch.zeros(features.shape[:2], dtype=torch.bool).scatter(1, order[:, : self.count], True)
+        rows = (~visual).masked_scatter(visual, kept)
+        return Prompt(**{f.name: getattr(prompt, f.name)[rows] for f in dataclasses.fields(Prompt)})
+
+    def order(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
+        """The visual tokens of a prompt with images, [images, N, hidden_size], and which of them come first."""
+        visual = prompt.kinds == VISUAL
+        features = prompt.embeddings[visual].unflatten(0, (-1, self.tokens))
         guidance = {}
         if isinstance(self.stage, Guided):
             asked = prompt.embeddings[int(visual.nonzero()[-1]) + 1 :][-self.stage.question_tokens :]
@@ -49,7 +58,4 @@ class Perceive:
         with torch.no_grad():
             if self.vision.layers and guidance:
                 guidance["attention"] = self.vision.attention(features, **guidance)
-            first = self.stage.order(features, **guidance)[:, : self.count]
-        kept = torch.zeros(features.shape[:2], dtype=torch.bool).scatter(1, first, True)
-        rows = (~visual).masked_scatter(visual, kept)
-        return Prompt(**{f.name: getattr(prompt, f.name)[rows] for f in dataclasses.fields(Prompt)})
+            return features, self.stage.order(features, **guidance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,9 @@ import numpy as np
 
 from engines.gate import Gate
 from engines.manifest import Level
+from engines.visual_counts import visual_counts
 
 MIB = 2**20
-SLACK = 1e-6  # of a token: 0.6 of 10 are 6, whatever floats make of it
 
 
 def memory_pressure(budget_mib: int) -> float:
@@ -54,21 +53,8 @@ class VisualGate:
         if adaptive is None:
             return [self._level.visual_tokens] * len(seen)
         pressure = self._pressure(adaptive.gate) if adaptive.gate else 0.0
-        # Where a rate decides, coverage does not: it would drop more than the rate's limits allow.
-        most, curves = [], [out["coverage"][0] for out in seen]
-        for out, curve in zip(seen, curves, strict=True):
-            rates = [adaptive.gate.rate(pressure, float(out["entropy"][0]))] if adaptive.gate else []
-            rates += [adaptive.fallback.rate(len(seen) * self._tokens, text)] if adaptive.fallback else []
-            if rates:
-                keep = (1 - min(rates)) * self._tokens - SLACK  # the fallback only ever softens the gate
-                enough = (n for n in adaptive.counts if n >= keep)
-            else:
-                enough = (n for n in adaptive.counts if curve[n - 1] >= adaptive.coverage)
-            most.append(next(enough, adaptive.counts[-1]))
-        if adaptive.quota is None:
-            return most
-        shared = round(adaptive.quota * len(seen) * self._tokens)
-        return fill(curves, adaptive.floor, most, min(shared, self._longest(text) - text))
+        curves, entropies = [out["coverage"][0] for out in seen], [float(out["entropy"][0]) for out in seen]
+        return visual_counts(adaptive, self._tokens, curves, entropies, pressure, text, room=self._longest(text) - text)
 
     def _longest(self, text: int) -> int:
         """Tokens of the longest prompt that the level takes, `text` of them text."""
@@ -80,25 +66,3 @@ class VisualGate:
         now = memory_pressure(gate.budget_mib)
         self.heavy = now > gate.high or (self.heavy and now >= gate.low)
         return max(now, gate.high) if self.heavy else now
-
-
-def fill(curves: Sequence[np.ndarray], floor: int, most: Sequence[int], total: int) -> list[int]:
-    """Share `total` tokens out among images: each gets `floor`, each further one goes where coverage is lowest.
-
-    Args:
-        curves: of each image, coverage by its first 1, 2, ... tokens, [K].
-        most: of each image, tokens that it takes at most.
-
-    Returns:
-        Tokens of each image; together `total`, unless all have the floor or all have their most.
-    """
-    counts = [min(floor, limit) for limit in most]
-    lowest = [(float(curve[count - 1]), i) for i, (curve, count) in enumerate(zip(curves, counts, strict=True))]
-    heapq.heapify(lowest)  # the first image among equals
-    for _ in range(min(total, sum(most)) - sum(counts)):
-        while counts[lowest[0][1]] == most[lowest[0][1]]:
-            heapq.heappop(lowest)
-        image = lowest[0][1]
-        counts[image] += 1
-        heapq.heapreplace(lowest, (float(curves[image][counts[image] - 1]), image))
-    return counts

@@ -3,10 +3,11 @@
     python scripts/perception_curve.py
     python scripts/perception_curve.py --suites page1 --stage 'method = "attention", layers = [4, 5]' --thresholds 0.9
 
-A threshold gives every image the smallest of the buckets that reaches this coverage, a quota shares so many of their
-tokens out among the images of a prompt; beside each stands what a fixed `keep` of the same mean answers. Perception
-alone: nothing of the cache is dropped or quantized, and the question is in the prompt. Which tokens stay is decided by
-the recipe's stage, how many by the runtime's own code (runtime/gate.py); nothing is exported.
+A threshold gives every image the smallest of the buckets (of the stage, if it has its own) that reaches this coverage,
+a quota shares so many of their tokens out among the images of a prompt; beside each stands what a fixed `keep` of the
+same mean answers. Perception alone: nothing of the cache is dropped or quantized, and the question is in the prompt.
+Which tokens stay is decided by the recipe's stage, how many by the runtime's own code (runtime/gate.py); nothing is
+exported.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ def rows(
     evaluator: Evaluator, stage: dict[str, Any], thresholds: Sequence[float], quotas: Sequence[float]
 ) -> Iterator[list[str]]:
     """Lines of the table, without its header."""
-    adaptive = [(f"coverage {t}", {"buckets": BUCKETS, "coverage": t}) for t in thresholds]
-    adaptive += [(f"quota {q}", {"quota": q}) for q in quotas]
+    adaptive = [(f"coverage {t}", {"buckets": stage.get("buckets", BUCKETS), "coverage": t}) for t in thresholds]
+    adaptive += [(f"quota {q}", {"quota": q, "buckets": []}) for q in quotas]
     with tqdm(total=len(evaluator.suites) * (1 + len(adaptive)), disable=not sys.stderr.isatty()) as bar:
         for suite in evaluator.suites:
             all_tokens = run(evaluator, suite, {})
@@ -125,7 +126,8 @@ def rows(
             yield [suite, "all tokens", f"{all_tokens.tokens:.1f}", _percent(all_tokens), "", ""]
             for name, knobs in adaptive:
                 one = run(evaluator, suite, {**stage, **knobs})
-                fixed = run(evaluator, suite, {**stage, "keep": one.tokens / evaluator.checkpoint.image_tokens})
+                share = one.tokens / evaluator.checkpoint.image_tokens
+                fixed = run(evaluator, suite, {**stage, "keep": share, "buckets": []})
                 bar.update()
                 change = 100 * torch.tensor([a - b for a, b in zip(one.right, fixed.right, strict=True)]).float()
                 error = change.std(correction=0) / len(change) ** 0.5

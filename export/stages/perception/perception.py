@@ -19,7 +19,7 @@ class Perception(Stage):
 
     The graph prunes every image alone, to the same number of tokens, so that its shapes do not depend on the prompt.
     It is *adaptive* with `buckets` or a `quota`: then it returns the tokens with their order of choice, and the runtime
-    (runtime/gate.py) takes the first of them, as many as the image needs.
+    (engines/visual_counts.py) takes the first of them, as many as the image needs.
 
     Attributes:
         keep: share of an image's tokens that enters the language model, in (0, 1]; 1 keeps all, without any work. The
