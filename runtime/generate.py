@@ -190,7 +190,9 @@ def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Ge
         blank = vlm.read(replace(request, pixels=grey), stats).logits[0]
     context = vlm.read(request, stats)
     try:
-        if blank is not None and watcher.seen(context.logits[0], blank) and (again := lighter()):
+        if request.cancelled.is_set():  # and perhaps the prompt not read to its end
+            stats.stop_reason = "cancelled"
+        elif blank is not None and watcher.seen(context.logits[0], blank) and (again := lighter()):
             return again
         while not stats.stop_reason:
             token = sampler.choose(context.logits[0])

@@ -215,7 +215,7 @@ class VLM:
             )
         state, logits = self._prefill(rows[:split], visual, bucket, stats)
         context = Context(state, bucket, logits, rows.total)
-        self._extend(context, rows, visual, split, stats)
+        self._extend(context, rows, visual, split, request, stats)
         return context
 
     def advance(self, context: Context, token: int, request: Request, stats: Stats) -> str:
@@ -278,14 +278,16 @@ class VLM:
             outputs = prefill.run({name: feeds[name] for name in prefill.inputs})
         return State(outputs, bucket), outputs["logits"]
 
-    def _extend(self, context: Context, rows: Rows, visual: np.ndarray, start: int, stats: Stats) -> None:
+    def _extend(
+        self, context: Context, rows: Rows, visual: np.ndarray, start: int, request: Request, stats: Stats
+    ) -> None:
         """Read the rows from `start` on; the window is compacted whenever it is full, as it is between two tokens.
 
         Several at once cost what a whole chunk costs. It pays from a quarter of one on (demo model, one thread: chunks
         of 3, 9 and 64 tokens take as long as 1, 2 and 17 decoded ones).
         """
         state, bucket, kinds = context.state, context.bucket, marked(rows.kinds, rows.segments)
-        while start < len(rows):
+        while start < len(rows) and not request.cancelled.is_set():
             self._room(state, bucket, stats)
             count = min(bucket.chunk, state.free, len(rows) - start)
             if not bucket.extend or count == 1 or 4 * count < bucket.chunk:

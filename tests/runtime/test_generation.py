@@ -169,6 +169,26 @@ def test_cancelled_before_it_is_read(bundle_path: Path, recorder: Recorder) -> N
     assert (stream.result.text, stream.result.tokens, stream.result.finish_reason) == ("", [], "cancelled")
 
 
+def test_cancelled_while_a_long_prompt_is_read(
+    bundle_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no more than the chunk that is being read."""
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    stream = vlm.stream("red " * 70, max_new_tokens=5)
+    step, steps = vlm._step, []
+
+    def cancelling(*arguments: Any) -> None:
+        step(*arguments)
+        steps.append(1)
+        if len(steps) == 2:
+            stream.cancel()
+
+    monkeypatch.setattr(vlm, "_step", cancelling)
+    assert list(stream) == []
+    assert len(steps) == 2
+    assert (stream.result.tokens, stream.result.finish_reason) == ([], "cancelled")
+
+
 @pytest.mark.parametrize("read", [0, 1, 3])
 def test_closed(bundle_path: Path, recorder: Recorder, read: int) -> None:
     stream = runtime.open(bundle_path, threads=1).stream("what", max_new_tokens=9, ignore_eos=True)

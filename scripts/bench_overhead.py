@@ -1,0 +1,261 @@
+"""What the runtime itself takes of a decode step: the token loop in Python, and handing tensors to ONNX Runtime.
+
+    python scripts/bench_overhead.py
+    python scripts/bench_overhead.py --keep build/smol
+    python scripts/bench_overhead.py build/demo-vlm --level extreme --tokens 200 --json overhead.json
+
+Without a bundle, one is built of random weights with the decoder of SmolLM2-135M: 30 layers, 9 query heads and 3 KV
+heads of 64, 49,152 tokens. That takes some minutes and 2 GB of disk. Tokens are generated on one core, and each step is
+taken apart: from the return of one call of the decode graph to the next call it is the loop; handing over is a call of
+a graph that has the same inputs and outputs and computes nothing. Steps in which the window is compacted do not count.
+"""
+
+from __future__ import annotations
+
+import installed  # noqa: F401
+
+# isort: split
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import runtime
+from demo_vlm.vocabulary import IMAGE_SIZE, PATCH
+from engines.bundle import Bundle, Graph
+from engines.errors import Parser, UserError, command, positive
+from engines.ort import OrtSession
+from reporting import check_folder, write
+from runtime import backends
+from runtime.backends import load
+from runtime.sampling import Sampling
+
+if TYPE_CHECKING:
+    from transformers import LlavaConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+QUESTION = "is there a red circle in the image ?"
+WAYS = {
+    "greedy": Sampling(),
+    "temperature, top-k, top-p": Sampling(0.8, 50, 0.9, seed=0),
+    "all filters, 5 logprobs": Sampling(0.8, 0, 0.9, 0.02, 1.1, ["never said"], 0, 5),
+}
+CALLS = 200  # of the graph that computes nothing
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of the steps, in seconds.
+
+    Attributes:
+        loop: between two calls of the decode graph.
+        handing: a call of a graph with its inputs and outputs that computes nothing.
+        overhead: both, as a share of the step.
+    """
+
+    way: str
+    steps: int
+    step: float
+    loop: float
+    handing: float
+    overhead: float
+
+
+class Clock:
+    """Stands in for ONNX Runtime's session, and notes of each run when it began and when it ended."""
+
+    def __init__(self, session: Any, decodes: bool, runs: list[tuple[bool, float, float]]) -> None:
+        self._session, self._decodes, self._runs = session, decodes, runs
+
+    def run(self, names: list[str], feeds: dict[str, np.ndarray]) -> Any:
+        start = time.perf_counter()
+        outputs = self._session.run(names, feeds)
+        self._runs.append((self._decodes, start, time.perf_counter()))
+        return outputs
+
+
+def measure(path: Path, level: str | None, tokens: int) -> list[Row]:
+    runs: list[tuple[bool, float, float]] = []
+
+    def timed(bundle: Bundle, graph: str, *options: Any) -> OrtSession:
+        session = load(bundle, graph, *options)
+        decodes = bundle.manifest.graphs[graph].kind == "decode"
+        session._session = Clock(session._session, decodes, runs)
+        return session
+
+    with patch.object(backends, "load", timed):
+        vlm = runtime.open(path, "ort", level, threads=1)
+        opened = vlm.bundle.manifest.levels[vlm.level]
+        rows = []
+        for way, sampling in WAYS.items():
+            result = vlm.generate(QUESTION, max_new_tokens=tokens, ignore_eos=True, sampling=sampling)
+            bucket = next(bucket for bucket in opened.buckets if bucket.length == result.stats.bucket)
+            # A step is a decode after a decode.
+            pairs = [(first, then) for first, then in itertools.pairwise(runs) if first[0] and then[0]]
+            loops = np.array([then[1] - first[2] for first, then in pairs])
+            steps = np.array([then[2] - first[2] for first, then in pairs])
+            runs.clear()
+            if len(steps) == 0:
+                raise UserError(f"level {vlm.level} decoded too few tokens in a row: give more --tokens")
+            handing = handing_over(vlm.bundle.manifest.graphs[bucket.decode])
+            share = float(np.median((loops + handing) / steps))
+            rows.append(Row(way, len(steps), float(np.median(steps)), float(np.median(loops)), handing, share))
+    return rows
+
+
+def handing_over(graph: Graph) -> float:
+    """Median seconds of a call of a graph with the same inputs and outputs, which are zeros."""
+    import onnx
+    from onnx import helper, numpy_helper
+
+    inputs, outputs = (
+        [
+            helper.make_tensor_value_info(s.name, helper.np_dtype_to_tensor_dtype(np.dtype(s.dtype)), s.shape)
+            for s in specs
+        ]
+        for specs in (graph.inputs, graph.outputs)
+    )
+    nodes, shapes = [], []
+    for spec in graph.outputs:
+        shapes.append(numpy_helper.from_array(np.array(spec.shape, np.int64), f"{spec.name}.shape"))
+        zero = numpy_helper.from_array(np.zeros(1, spec.dtype))
+        nodes.append(helper.make_node("ConstantOfShape", [f"{spec.name}.shape"], [spec.name], value=zero))
+    nothing = helper.make_graph(nodes, "nothing", inputs, outputs, shapes)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "nothing.onnx"
+        onnx.save(helper.make_model(nothing, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), file)
+        session = OrtSession(file, 1)
+    feeds = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in graph.inputs}
+    times = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        session._session.run(list(session.outputs), feeds)
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def configuration(layers: int = 30, words: int = 49_152) -> LlavaConfig:
+    """SmolLM2-135M's decoder, and next to no vision."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+    text = LlamaConfig(
+        vocab_size=words,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=IMAGE_SIZE,
+        patch_size=PATCH,
+        projection_dim=32,
+    )
+    return LlavaConfig(  # type: ignore[call-arg]  # image_token_id is an alias
+        vision_config=vision,
+        text_config=text,
+        image_token_id=4,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        image_seq_length=(IMAGE_SIZE // PATCH) ** 2,
+        tie_word_embeddings=True,
+    )
+
+
+def checkpoint(folder: Path, config: LlavaConfig) -> Path:
+    """Random weights, with the demo model's tokenizer and as many more words as it takes."""
+    import torch
+    from transformers import LlavaForConditionalGeneration
+
+    from demo_vlm.saving import build_processor
+
+    torch.manual_seed(0)
+    build_processor().save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    known = tokenizer["model"]["vocab"]
+    known |= {f"word{i}": i for i in range(len(known), config.to_dict()["text_config"]["vocab_size"])}
+    file.write_text(json.dumps(tokenizer))
+    LlavaForConditionalGeneration(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def build(folder: Path, config: LlavaConfig | None = None) -> Path:
+    """The bundle of a random checkpoint, in `folder`."""
+    model = checkpoint(folder / "checkpoint", config or configuration())
+    line = [sys.executable, ROOT / "export" / "build.py", model, "--recipe", "off", "--buckets", 96, "--jobs", 1]
+    line += ["--out", folder / "bundle"]
+    if code := subprocess.run([str(part) for part in line], stdout=sys.stderr).returncode:
+        raise UserError(f"the bundle could not be built (exit code {code}): see above")
+    return folder / "bundle"
+
+
+def report(console: Console, rows: Sequence[Row]) -> None:
+    table = Table("how tokens are chosen", box=box.MARKDOWN)
+    for column in ("steps", "step, ms", "loop, µs", "handing over, µs", "overhead, %"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        times = f"{1e3 * row.step:.1f}", f"{1e6 * row.loop:.0f}", f"{1e6 * row.handing:.0f}"
+        table.add_row(row.way, str(row.steps), *times, f"{100 * row.overhead:.2f}")
+    console.print(table)
+    console.print("Medians. Overhead: loop and handing over, as a share of the step.", soft_wrap=True)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "bundle", nargs="?", type=Path, help="default: a random decoder of SmolLM2-135M's size is built"
+    )
+    parser.add_argument("--level", help="of the bundle; default: its own")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="build there, and leave it, for a next time")
+    parser.add_argument("--tokens", type=positive, default=60, metavar="N", help="generated each time; default: 60")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    arguments = parser.parse_args(argv)
+    check_folder(arguments.json, "--json")
+    if arguments.bundle and arguments.keep:
+        raise UserError("--keep is for a bundle that is built: leave it out, or the bundle")
+    return arguments
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        path = arguments.bundle or build(arguments.keep or Path(temporary))
+        rows = measure(path, arguments.level, arguments.tokens)
+    report(Console(width=120), rows)
+    if arguments.json is not None:
+        values = {
+            "command": ["scripts/bench_overhead.py", *(sys.argv[1:] if argv is None else argv)],
+            "seconds": [asdict(row) for row in rows],
+        }
+        write(arguments.json, json.dumps(values, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
