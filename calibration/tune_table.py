@@ -15,9 +15,14 @@ HEAD = [
 ]  # fmt: skip
 
 
+def rows(trials: Sequence[Trial]) -> list[list[str]]:
+    """A row a trial, with every figure of the guard, behind the header."""
+    return [HEAD, *map(_row, trials)]
+
+
 def lines(trials: Sequence[Trial]) -> list[str]:
-    """A Markdown table: a row a trial, with every figure of the guard."""
-    return markdown([HEAD, *map(_row, trials)])
+    """The same as a Markdown table."""
+    return markdown(rows(trials))
 
 
 def _row(trial: Trial) -> list[str]:

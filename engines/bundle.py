@@ -7,6 +7,7 @@
     *.plan             TensorRT plans, if built
     libunicache_*.so   kernels of the operators, for ONNX Runtime on a CPU and for TensorRT, if built
     tokenizer.json, preprocessor.json, chat_template.jinja
+    report.html        what it is made of and what that costs, for a person; nothing reads it
 
 Nothing in a bundle is ever executed. numpy and the standard library only: export writes it, the runtime reads it.
 """

@@ -107,6 +107,12 @@ def arguments() -> argparse.ArgumentParser:
         metavar="N",
         help="graphs exported side by side (default: one a core; 1 for a large model)",
     )
+    parser.add_argument(
+        "--no-report",
+        dest="report",
+        action="store_false",
+        help="leave report.html out: what the model looks at, what each level keeps of it and what that costs",
+    )
     parser.add_argument("--verbose", action="store_true", help="also print every graph's size, time and largest error")
     return parser
 
@@ -131,6 +137,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     from calibration import samples
     from calibration.entropy import with_entropy
     from calibration.prepare import prepare
+    from calibration.report import assemble
     from export import checkpoint as checkpoints
     from export import kernels as kernel_libraries
     from export.buckets import check_sizes
@@ -186,6 +193,16 @@ def build(args: argparse.Namespace, folder: Path) -> None:
         graphs = export_graphs(makers, weights, jobs, done, kernels.cpu)
     manifest = bundle.Manifest(_model(checkpoint, embedding), described, default, graphs)
     _write_processor(checkpoint, folder)
+    if args.report:
+        with _progress(console) as bar:
+
+            def looked(what: str, total: int) -> Callable[[], None]:
+                return partial(bar.advance, bar.add_task(what, total=total))
+
+            where = args.samples or args.checkpoint / "samples"
+            why_not = assemble.write_into(folder, checkpoint, levels, prepared, where, task=looked)
+        if why_not:
+            print(f"without a report: {why_not}")
     plans = [plan for backend in backends[1:] for plan in _build_plans(backend, manifest, folder, console, kernels)]
     bundle.seal(folder, _with_plans(manifest, plans, backends, kernels))
 

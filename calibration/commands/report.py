@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
         help="where no map is given, measure it on N samples, spread evenly (default: 16)",
     )
     parser.add_argument("--guard", type=Path, action="append", metavar="FILE", help="of  guard --json ; repeat it")
-    parser.add_argument("--trials", type=Path, metavar="FILE", help="of  tune")
+    parser.add_argument("--trials", type=Path, metavar="FILE", help="the .json that  tune  writes beside a recipe")
     parser.add_argument("--accuracy", type=Path, metavar="FILE", help="of  scripts/accuracy.py --json")
     parser.add_argument(
         "--latency",

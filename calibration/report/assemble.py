@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from calibration import samples as sampling
+from calibration import survey
 from calibration.attention_map import AttentionMap
 from calibration.report import attention, pictures
 from calibration.report import measured as files
-from calibration.report.budget import budget, size_of
+from calibration.report.budget import budget
 from calibration.report.guard import GUARD, guard
-from calibration.report.page import Section, render
+from calibration.report.page import Section, render, write
 from calibration.report.recipes import recipes
+from engines.errors import UserError, one_line
 from engines.guard import Verdict
 from export.checkpoint import Checkpoint
 from export.pipeline import Prepared
@@ -22,6 +24,31 @@ from export.recipe import Recipe
 FILE = "report.html"
 SAMPLES = 16  # that the attention map is measured on where none is given
 PACKAGES = ("torch", "transformers", "matplotlib")
+
+
+def write_into(
+    folder: Path,
+    checkpoint: Checkpoint,
+    levels: Mapping[str, Recipe],
+    prepared: Mapping[str, Prepared],
+    samples: str | Path,
+    verdicts: Sequence[Verdict] = (),
+    task: Callable[[str, int], Callable[[], None]] = lambda what, total: lambda: None,
+) -> str:
+    """Put the page into a bundle's folder; returns why it is not there, if it is not.
+
+    Args:
+        samples: their folder.
+        task: called with what is about to be measured and the number of samples; what it returns, once a sample.
+    """
+    try:
+        known = sampling.read(samples, text_only=True)
+        few = spread_out(known, SAMPLES)
+        found = survey.measure(checkpoint, few, progress=task("looking at attention", len(few)))
+        write(folder / FILE, report(checkpoint, levels, prepared, known, found, figures(verdicts)))
+    except (UserError, ImportError) as error:  # a bundle is none the worse without it
+        return one_line(error)
+    return ""
 
 
 def spread_out(samples: Sequence[sampling.Sample], most: int) -> list[sampling.Sample]:
@@ -44,18 +71,14 @@ def report(
         samples: some of their images are drawn.
         found: the checkpoint's attention map.
         measured: as `figures` gives it.
-
-    Raises:
-        UserError: a level has no room for an image and a question.
     """
     drawn = pictures.drawable(checkpoint, samples)
-    sizes = {name: size_of(checkpoint, recipe, prepared[name]) for name, recipe in levels.items()}
     return render(
         f"{checkpoint.path.resolve().name}: what compression does to it",
         _facts(checkpoint, found),
         found.facts.warnings,
         [
-            budget(checkpoint, levels, sizes),
+            budget(checkpoint, levels, prepared),
             *measured,
             pictures.attention(drawn),
             pictures.selection(checkpoint, drawn),

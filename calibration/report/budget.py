@@ -9,6 +9,7 @@ import numpy as np
 
 from calibration.report import plots
 from calibration.report.page import Plot, Section, Table
+from engines.errors import UserError, one_line
 from export.buckets import bucket_length, text_tokens
 from export.checkpoint import Checkpoint
 from export.graphs import State
@@ -65,7 +66,15 @@ def size_of(checkpoint: Checkpoint, recipe: Recipe, prepared: Prepared) -> Size:
     )
 
 
-def budget(checkpoint: Checkpoint, levels: Mapping[str, Recipe], sizes: Mapping[str, Size]) -> Section:
+def budget(checkpoint: Checkpoint, levels: Mapping[str, Recipe], prepared: Mapping[str, Prepared]) -> Section:
+    sizes, unfit = {}, []
+    for name, recipe in levels.items():
+        try:
+            sizes[name] = size_of(checkpoint, recipe, prepared[name])
+        except UserError as error:
+            unfit.append(f" {one_line(error)}.")
+    if not sizes:
+        return Section("Budget")
     tokens = text_tokens(checkpoint, 1, QUESTION) + checkpoint.image_tokens
     whole = np.array(checkpoint.decoder.model_kv_heads) * checkpoint.decoder.head_dim * 4 * tokens / KIB
     header = ["level", "slots a layer", "window", "store, KiB", "all, KiB", "of fp16", "description"]
@@ -106,7 +115,7 @@ def budget(checkpoint: Checkpoint, levels: Mapping[str, Recipe], sizes: Mapping[
     return Section(
         "Budget",
         f"For a prompt of one image and a question of {QUESTION} tokens, {tokens} tokens before anything is dropped; "
-        f"an fp16 cache of them takes {whole.sum():.0f} KiB.",
+        f"an fp16 cache of them takes {whole.sum():.0f} KiB.{''.join(unfit)}",
         tables=[
             Table(
                 "What the runtime allocates: store and window; scales, positions and biases included.", [header, *rows]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from calibration import tune_table
 from calibration.report import plots
 from calibration.report.page import Plot, Section, Table
-from engines.config import read_json
+from calibration.tune import Trial
+from engines.config import parse, read_json
 from engines.errors import UserError, one_line
 
 TUNE = "python -m calibration tune {checkpoint} --target-accuracy -1 --out trials.toml"
@@ -120,37 +121,22 @@ def trials(file: Path) -> Section:
         UserError: no such file.
     """
     data = read_json(file)
-    steps: dict[str, list[tuple[float, float]]] = {}
     try:
-        for trial in data["trials"]:
-            if trial["verdict"] is not None:
-                steps.setdefault(trial["step"], []).append((trial["kv_share"], trial["accuracy"]))
-        rows = [["step", "change", "bytes a token", "of fp16", "exact, %", "holds", "kept", "why"]]
-        rows += [_trial(trial) for trial in data["trials"]]
-        points = {step: (x, y) for step, tried in steps.items() for x, y in [np.array(tried, float).T]}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        tried = parse(list[Trial], data["trials"], str(file))
+    except (KeyError, TypeError) as error:
         raise _foreign(file, TUNE.format(checkpoint="CHECKPOINT"), error) from error
+    known: dict[str, list[tuple[float, float]]] = {}
+    for trial in tried:
+        if trial.kv_share is not None and trial.accuracy is not None:
+            known.setdefault(trial.step, []).append((trial.kv_share, trial.accuracy))
+    points = {step: (x, y) for step, own in known.items() for x, y in [np.array(own).T]}
+    text = "Exact match (%) against KV bytes (share of an fp16 cache) of every recipe tried, by the step of the search."
+    drawn = plots.dots(points, "KV bytes / fp16 cache", "exact match, %", "trials", log=True) if points else ""
     return Section(
         "Search for a recipe",
-        tables=[Table("Every recipe that was tried, in its order.", rows)],
-        plots=[
-            Plot(
-                "Tried recipes",
-                "Exact match (%) against KV bytes (share of an fp16 cache) of every recipe tried, by the step of the "
-                "search.",
-                plots.dots(points, "KV bytes / fp16 cache", "exact match, %", "trials", log=True),
-            )
-        ],
+        tables=[Table("Every recipe that was tried, in its order.", tune_table.rows(tried))],
+        plots=[Plot("Tried recipes", text, drawn)] if points else [],
     )
-
-
-def _trial(trial: dict[str, Any]) -> list[str]:
-    def number(name: str, form: str) -> str:
-        return "" if trial[name] is None or trial[name] != trial[name] else format(trial[name], form)
-
-    holds = "" if trial["verdict"] is None else "yes" if trial["verdict"]["holds"] else "NO"
-    figures = [number("bytes_per_token", ".1f"), number("kv_share", ".1%"), number("accuracy", ".1f")]
-    return [trial["step"], trial["change"], *figures, holds, "yes" if trial["kept"] else "", trial["why"]]
 
 
 def _foreign(file: Path, written_by: str, error: Exception) -> UserError:

@@ -17,6 +17,7 @@ from calibration import __main__ as command_line
 from calibration import samples as sampling
 from calibration import survey
 from calibration.report import budget
+from calibration.tune import Trial
 from engines.guard import Failure, Limits, Task, Verdict
 from export import checkpoint as checkpoints
 from export import recipe as recipes
@@ -36,6 +37,27 @@ SECTIONS = {
 }
 PICTURES = {"Where it looks", "What each selector keeps", "What each level keeps in the cache"}
 MEASURED = {"Guard", "Accuracy against bytes", "Latency", "Search for a recipe"}
+
+VERDICT = Verdict(
+    recipe="balanced",
+    later=True,
+    holds=False,
+    reasons=[EVIL],
+    warnings=[EVIL],
+    limits=Limits(),
+    calibrated=9,
+    held_out=3,
+    tokens=12,
+    read=9,
+    layers=[1, 2],
+    attention_kl=[[0.01, 0.02], [0.5, 0.7]],
+    logit_kl=0.01,
+    perplexity=2.0,
+    perplexity_compressed=2.5,
+    perplexity_change=25.0,
+    tasks={EVIL: Task(3, 100.0, 66.7, -33.3, 27.2)},
+    failures=[Failure("semantic drift", None, None, 2.0, 0, EVIL)],
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,35 +97,14 @@ def latency_file(path: Path, level: str, kv_bytes: int) -> Path:
 
 
 def trials_file(path: Path) -> Path:
-    trial = {"step": "layers", "change": EVIL, "bytes_per_token": 100.0, "kv_share": 0.2, "accuracy": 98.0}
-    known = trial | {"verdict": {"holds": False}, "kept": True, "why": "better"}
-    none = {"bytes_per_token": None, "kv_share": None, "accuracy": None, "verdict": None, "kept": False}
-    path.write_text(json.dumps({"trials": [known, trial | none | {"why": "no such recipe"}]}))
+    known = Trial("layers", EVIL, {}, 100.0, 0.2, 98.0, VERDICT, True, "better")
+    trials = [known, Trial("bits", "wider", {}, why="not possible")]
+    path.write_text(json.dumps({"trials": [dataclasses.asdict(trial) for trial in trials]}))
     return path
 
 
 def guard_file(path: Path) -> Path:
-    verdict = Verdict(
-        recipe="balanced",
-        later=True,
-        holds=False,
-        reasons=[EVIL],
-        warnings=[EVIL],
-        limits=Limits(),
-        calibrated=9,
-        held_out=3,
-        tokens=12,
-        read=9,
-        layers=[1, 2],
-        attention_kl=[[0.01, 0.02], [0.5, 0.7]],
-        logit_kl=0.01,
-        perplexity=2.0,
-        perplexity_compressed=2.5,
-        perplexity_change=25.0,
-        tasks={EVIL: Task(3, 100.0, 66.7, -33.3, 27.2)},
-        failures=[Failure("semantic drift", None, None, 2.0, 0, EVIL)],
-    )
-    path.write_text(json.dumps({"recipe": None, "verdicts": [dataclasses.asdict(verdict)]}))
+    path.write_text(json.dumps({"recipe": None, "verdicts": [dataclasses.asdict(VERDICT)]}))
     return path
 
 
