@@ -29,7 +29,7 @@ from export.stages.budget import Measured, Uniform
 from export.stages.modality import Density
 from export.stages.quantize import Float32
 
-PART = 0.25  # of the samples to choose by, and as many to confirm by
+CHOOSE, CONFIRM = 0.5, 0.25  # shares of the samples; what one in a hundred loses is seen by hundreds only
 MEASURED = 32  # samples, at most, that tell what layers need
 NEAR, HALVINGS = 0.1, 8  # how far, and by how many bisections, `kv_bytes` moves for whole slots to meet a target
 BITS_KL = 0.001  # nats a token that all layers together may lose by few bits, where each has its own
@@ -68,8 +68,8 @@ class Workbench:
             UserError: too few samples for three parts.
         """
         self.checkpoint, self.base, self.later, self.progress = checkpoint, base, later, progress
-        rest, self.confirm = split(samples, seed, PART)
-        self.calibrate, self.choose = split(rest, seed, PART / (1 - PART))
+        rest, self.confirm = split(samples, seed, CONFIRM)
+        self.calibrate, self.choose = split(rest, seed, CHOOSE / (1 - CONFIRM))
         parts = [digest_of(part) for part in (self.calibrate, self.choose, self.confirm)]
         self.memory = Memory(folder, fingerprint(checkpoint), parts, later)
         self.doing = ""

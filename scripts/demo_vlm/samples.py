@@ -2,7 +2,7 @@
 
     python -m demo_vlm.samples models/demo-vlm/samples          (run in scripts/)
     python -m demo_vlm.samples build/pages --pages              of four pages each, for what is to read pages
-    python -m demo_vlm.samples build/tuning --times 3           192 like the first, for what is to be chosen by them
+    python -m demo_vlm.samples build/tuning --times 3 --most 4  156 of up to four images, to choose recipes by
 
 easy-VQA training images and fresh pages of a seed that neither training nor a held-out suite uses.
 `samples.jsonl` holds one object a line, its images beside it:
@@ -58,8 +58,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where to write, e.g. models/demo-vlm/samples")
     parser.add_argument("--pages", action="store_true", help="64 prompts of four pages")
     parser.add_argument("--times", type=positive, default=1, metavar="N", help="as many prompts (default: 1)")
+    parser.add_argument("--most", type=positive, default=8, metavar="N", help="images of a prompt (default: 8)")
     arguments = parser.parse_args()
-    kinds = PAGES if arguments.pages else CONTEXTS
+    kinds = tuple(kind for kind in (PAGES if arguments.pages else CONTEXTS) if kind[0] <= arguments.most)
     print(f"{write_samples(arguments.folder, kinds, arguments.times)} prompts")
 
 

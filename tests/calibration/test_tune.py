@@ -75,7 +75,7 @@ def test_the_parts_share_no_sample_and_leave_none_out(straight: Search, plants: 
     own = straight.bench
     parts = [[sample.images[0] for sample in part] for part in (own.calibrate, own.choose, own.confirm)]
     assert sorted(itertools.chain(*parts)) == sorted(s.images[0] for s in samples.read(plants / "samples"))
-    assert [len(part) for part in parts] == [6, 3, 3]
+    assert [len(part) for part in parts] == [3, 6, 3]
 
 
 def test_needy_layers_get_slots_and_twins_become_one(straight: Search) -> None:

@@ -67,7 +67,7 @@ def test_from_command_to_a_recipe_and_a_table(folder: Path, tmp_path: Path, caps
     output = capsys.readouterr()
     shown = [line for line in output.out.splitlines() if line.startswith("| ")]
     assert rows[-1].replace(" ", "") == shown[-1].replace(" ", "")
-    assert "3 samples to choose recipes by are few" in output.err
+    assert "6 samples to choose recipes by are few" in output.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.md", "found.toml", "found.trials"]
 
 
@@ -93,7 +93,7 @@ def test_a_refused_recipe_is_not_written(folder: Path, tmp_path: Path, capsys: p
         (["--target-bytes-per-token", "-3"], "must be a number of bytes above 0, got '-3'"),
         (["--target-bytes-per-token", "9"], "9 bytes a token: recipe tuned: kv_bytes ="),
         (["--target-accuracy", "-1", "--limits", "kl=2"], "unknown key 'kl'"),
-        (["--target-accuracy", "-1", "--limits", "logit_kl=0"], "does not hold: logit KL"),
+        (["--target-accuracy", "-1", "--limits", "logit_kl=0"], "768 bytes a token tuned does not hold: "),
         (["--target-accuracy", "-1", "--name", "a b"], "a recipe's name is letters"),
         (["--target-accuracy", "-1", "--out", "recipe"], "give a file that ends in .toml"),
         (["--target-accuracy", "-1", "--recipe", "nothing"], "no recipe 'nothing'"),
