@@ -88,10 +88,8 @@ def buckets(needs: Sequence[int], number: int) -> list[int]:
     before = np.concatenate([[0], images.cumsum()])
     cost = (before[1:] - before[:-1, None]) * sizes.astype(float)
     cost[np.tri(len(sizes), k=-1, dtype=bool)] = np.inf
-    least, starts = (
-        cost[0],
-        [np.zeros(len(sizes), dtype=int)],
-    )  # of the images up to each size; where the last bucket starts
+    # Up to each size: the least sum, and the first size of its last bucket.
+    least, starts = cost[0], [np.zeros(len(sizes), dtype=int)]
     for _ in range(number - 1):
         sums = cost.copy()
         sums[1:] += least[:-1, None]

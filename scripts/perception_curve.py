@@ -6,8 +6,8 @@
 A threshold gives every image the smallest of the buckets (of the stage, if it has its own) that reaches this coverage,
 a quota shares so many of their tokens out among the images of a prompt; beside each stands what a fixed `keep` of the
 same mean answers. Perception alone: nothing of the cache is dropped or quantized, and the question is in the prompt.
-Which tokens stay is decided by the recipe's stage, how many by the runtime's own code (runtime/gate.py); nothing is
-exported.
+Which tokens stay is decided by the recipe's stage, how many by the runtime's own code (engines/visual_counts.py);
+nothing is exported.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from tqdm import tqdm
 
 from accuracy_curve import BATCH, Evaluator, recipe_of
 from calibration.evaluate import Eager, Prompt
+from calibration.perceive import Perceive
 from curve import DEMO, MAX_NEW_TOKENS, NOTHING, numbers
 from demo_vlm import suites as held_out
-from engines.bundle import Bucket, Level
 from engines.config import parse
 from engines.errors import Parser, command, positive
+from engines.visual_counts import visual_counts
 from export import checkpoint as checkpoints
 from export.checkpoint import Checkpoint
-from export.graphs import Vision
 from export.recipe import Recipe
 from export.stages.perception.adaptive import coverage, entropy
 from export.stages.tokens import VISUAL
 from reporting import binomial_error, choice, markdown
-from runtime.gate import VisualGate
 
 SUITES, THRESHOLDS, QUOTAS = "easy1,page1,mixed4,easy8,mixed8", "0.8,0.9,0.95", "0.25,0.5"  # by default
 BUCKETS = [0.25, 0.5, 0.75]
@@ -70,25 +69,18 @@ class Pruner:
     """Leaves of a prompt's visual tokens those that a recipe keeps."""
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe):
-        self.tokens, self.stage = checkpoint.image_tokens, recipe.perception
-        self.vision = Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size, checkpoint.decoder)
-        longest = checkpoint.max_positions()
-        room = [Bucket(longest, [1], 1, 0, "", "", "")]
-        level = Level({}, [1], longest, self.stage.count(self.tokens), "", room, recipe.adaptive(self.tokens))
-        self.gate = VisualGate(level, self.tokens)
+        self.perceive, self.longest = Perceive(checkpoint, recipe), checkpoint.max_positions()
+        self.adaptive = recipe.adaptive(checkpoint.image_tokens)
 
     def __call__(self, prompt: Prompt) -> tuple[Prompt, list[int]]:
         """The pruned prompt, and how many tokens each image kept."""
         visual = prompt.kinds == VISUAL
-        features = prompt.embeddings[visual].unflatten(0, (-1, self.tokens))  # [images, N, d]
-        question = prompt.embeddings[int(visual.nonzero()[-1]) + 1 :].expand(len(features), -1, -1)
-        guidance = {"question": question, "asked": torch.ones(question.shape[:2])}
-        if self.vision.layers:
-            guidance["attention"] = self.vision.attention(features, **guidance)
-        chosen = self.stage.order(features, **guidance)
-        known = zip(coverage(features, chosen)[:, None].numpy(), entropy(features)[:, None].numpy(), strict=True)
-        seen = [{"coverage": curve, "entropy": evenness} for curve, evenness in known]
-        counts = self.gate.counts(seen, int((~visual).sum()))
+        features, chosen = self.perceive.order(prompt)
+        counts, text = [chosen.shape[1]] * len(chosen), int((~visual).sum())
+        if self.adaptive:
+            curves, entropies = list(coverage(features, chosen).numpy()), entropy(features).tolist()
+            room = self.longest - text
+            counts = visual_counts(self.adaptive, features.shape[1], curves, entropies, text=text, room=room)
         kept = torch.zeros(features.shape[:2], dtype=torch.bool)
         for mine, order, count in zip(kept, chosen, counts, strict=True):
             mine[order[:count]] = True

@@ -97,6 +97,21 @@ def test_the_predicted_error_is_the_one_that_is_made(
             assert there <= AGREES * step.error + 1e-9
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("align", [False, True])
+def test_it_holds_on_other_prompts_of_a_trained_model(align: bool) -> None:
+    """A quarter of the demo VLM's samples; that what is predicted is what is made, the test above says."""
+    demo = Path(__file__).parents[2] / "models" / "demo-vlm"
+    checkpoint, heads = checkpoints.load(demo), Heads(merge=True, align=align)
+    calibration, held_out = sampling.split(sampling.read(demo / "samples"))
+    known = head_moments(checkpoint, calibration)
+    predicted, found = (predict(checkpoint, some, heads, known) for some in (calibration, held_out))
+    for steps, others in zip(predicted, found, strict=True):
+        assert len(steps) > 4
+        for step, other in zip(steps[1:], others[1:], strict=True):
+            assert 1 / AGREES < step.error / other.error < AGREES
+
+
 @pytest.mark.parametrize("align", [False, True])
 def test_identical_heads_are_found_and_cost_nothing(checkpoint: Checkpoint, samples: list[Sample], align: bool) -> None:
     layer, *twins = planted.TWINS
