@@ -71,7 +71,10 @@ class Reader:
         observed, prompt = self._on(prompt)
         return observed.read(prompt, answer, self.checkpoint.embedding, self.checkpoint.sentence_ends)
 
-    def say(self, prompt: Prompt) -> list[int]:
+    def say(self, prompt: Prompt, answer: Sequence[int] = (), reading: Reading | None = None) -> list[int]:
+        """The greedy answer; the one that was read, if nothing else was likelier at any of its places."""
+        if reading and len(answer) <= MOST and reading.log_probs.argmax(dim=-1).tolist() == [*answer]:
+            return [*answer]
         observed, prompt = self._on(prompt)
         c = self.checkpoint
         return observed.generate([prompt], c.embedding, MOST, ends(c), c.sentence_ends)[0]
@@ -141,9 +144,9 @@ class Guard:
         self.warnings = self._warnings()
         self.references = []
         for i, (sample, prompt) in enumerate(zip(held_out, prompts, strict=True)):
-            said = reader.say(prompt)
-            answer = answers[i] or said
+            answer = answers[i] or reader.say(prompt)
             reading = reader.read(prompt, answer)
+            said = reader.say(prompt, answer, reading)
             other = self._with_others_images(i)
             changes = None if other is None else _changes(reading, reader.read(other, answer))
             self.references.append(Reference(sample, prompt, answer, reading, said, other, changes))
@@ -195,10 +198,8 @@ class Guard:
         reader = Reader(self.checkpoint, recipe, prepared, layers, self.reach, later)
         readings, said, changes = [], [], []
         for reference in self.references:
-            readings.append(reading := reader.read(reference.prompt, reference.answer))
-            # What it would say at every step of the answer, and what it says, are one as long as both agree.
-            told = reading.log_probs.argmax(dim=-1).tolist()
-            said.append(told if told == reference.answer[:MOST] else reader.say(reference.prompt))
+            readings.append(reader.read(reference.prompt, reference.answer))
+            said.append(reader.say(reference.prompt, reference.answer, readings[-1]))
             if reference.other is not None:
                 changes.append(_changes(readings[-1], reader.read(reference.other, reference.answer)))
             done()

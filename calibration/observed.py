@@ -35,13 +35,15 @@ class Reading:
 
 
 class _Watched(nn.Module):
-    """In a quantizer's place in decode: its attention, kept by query head and slot."""
+    """In a quantizer's place in decode: its attention while it is watched, kept by query head and slot."""
 
     def __init__(self, quantize: Any):
         super().__init__()
-        self.quantize = quantize
+        self.quantize, self.on = quantize, False
 
     def attend(self, query: Tensor, store: dict[str, Tensor], key_window: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        if not self.on:
+            return self.quantize.attend(query, store, key_window, *rest)
         group = query.shape[1] // key_window.shape[1]
         # The masses are means over a KV head's query heads: asked with one of them at a time, they are its own.
         each = [self.quantize.attend(query[:, i::group], store, key_window, *rest)[1:] for i in range(group)]
@@ -135,6 +137,10 @@ class Observed(Eager):
         if self.full:
             self.compact()
 
+    def _watch(self, on: bool) -> None:
+        for watched in self.watched.values():
+            watched.on = on
+
     def decode(self, embedding: Tensor, positions: Sequence[int], kinds: int | Tensor = TEXT) -> Tensor:
         self.tensors["window_positions"][:, self.count] = positions[0]
         return super().decode(embedding, positions, kinds)
@@ -160,6 +166,7 @@ class Observed(Eager):
         """
         logits = [self.prefill([prompt])]
         attention: dict[int, list[Tensor]] = {layer: [] for layer in self.layers}
+        self._watch(True)
         at_end, position = True, int(prompt.positions[-1])
         for token in answer[:-1]:
             self._make_room()
@@ -169,5 +176,6 @@ class Observed(Eager):
             at_end = token in sentence_ends
             for layer, seen in attention.items():
                 seen.append(self.looked_at(layer, position))
+        self._watch(False)
         rows = {layer: torch.stack(seen) for layer, seen in attention.items() if seen}
         return Reading(torch.cat(logits).log_softmax(dim=-1), rows)

@@ -30,11 +30,11 @@ import numpy as np
 
 from engines.config import parse, parse_json
 from engines.errors import UserError, one_line
+from engines.gate import Adaptive
 from engines.manifest import (
     FORMAT,
     VERSION,
     WEIGHTS,
-    Adaptive,
     Bucket,
     Embedding,
     File,

@@ -1,4 +1,4 @@
-"""What share of its visual tokens a request drops: two formulas with their knobs.
+"""What share of its visual tokens a request drops: two formulas with their knobs, and what a level offers.
 
 Rates are limits: of the counts that a level offers, an image gets the smallest that drops no more.
 
@@ -97,3 +97,34 @@ class Fallback:
         complexity = self.complexity(visual, text, aligned)
         share = _clamp((complexity - self.simple) / (self.complex - self.simple), 0, 1)
         return self.most - (self.most - self.least) * share
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """What decides how many visual tokens of an image a request takes; the vision graph returns the most it may be.
+
+    Attributes:
+        counts: how many it may be, ascending: the smallest whose coverage reaches `coverage`, else the last. A gate or
+            a fallback decides in its place.
+        coverage: the threshold: mean over the image's tokens of the highest cosine to a kept one.
+        floor: tokens that every image keeps, whatever the quota.
+        quota: share of their tokens that the images of a request keep together; None: each for itself.
+        gate, fallback: share to drop, by memory and entropy, and by the length of the prompt; None: all may stay.
+    """
+
+    counts: list[int]
+    coverage: float = 1.0
+    floor: int = 1
+    quota: float | None = None
+    gate: Gate | None = None
+    fallback: Fallback | None = None
+
+    def __post_init__(self) -> None:
+        if not self.counts or self.counts != sorted({*self.counts}):
+            raise ValueError(f"counts must be ascending, got {self.counts}")
+        if not 1 <= self.floor <= self.counts[0]:
+            raise ValueError(f"1 <= floor <= counts is needed, got {self.floor} and {self.counts}")
+        if not 0 < self.coverage <= 1:
+            raise ValueError(f"coverage must be in (0, 1], got {self.coverage}")
+        if self.quota is not None and not 0 < self.quota <= 1:
+            raise ValueError(f"quota must be in (0, 1], got {self.quota}")

@@ -6,7 +6,8 @@ Standard library only: a recipe sets the limits, `calibration.guard` measures, t
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -109,3 +110,46 @@ class Verdict:
     perplexity_change: float
     tasks: dict[str, Task]
     failures: list[Failure]
+
+    @property
+    def attention(self) -> float:
+        """Attention KL of the layer that lost most, mean over its heads."""
+        return max(sum(heads) / len(heads) for heads in self.attention_kl)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """What the guard did about a level of a bundle.
+
+    Attributes:
+        verdicts: of the recipe as it was given, and of every lighter one that was tried; the last is of what was built.
+            Empty: it was not judged.
+        lightened: what the built recipe says otherwise than the given one, `table.key` -> value.
+        note: why it was not judged.
+    """
+
+    verdicts: list[Verdict] = field(default_factory=list)
+    lightened: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.verdicts) == bool(self.note):
+            raise ValueError("a level has either verdicts of the guard or a note why there is none")
+
+    @property
+    def line(self) -> str:
+        """For a person to read."""
+        if not self.verdicts:
+            return self.note
+        v = self.verdicts[-1]
+        later = ", the question later" if v.later else ""
+        figures = [
+            f"attention KL {v.attention:.3g} of {v.limits.attention_kl:g}",
+            f"logit KL {v.logit_kl:.3g} of {v.limits.logit_kl:g}",
+            f"perplexity {v.perplexity_change:+.1f} of {v.limits.perplexity:+g} %",
+            *(f"{name} {task.change:+.1f} of {-v.limits.task:+g} points" for name, task in v.tasks.items()),
+        ]
+        told = f"{'holds' if v.holds else 'REFUSED'} on {v.held_out} held-out samples{later}: {', '.join(figures)}"
+        found = [f"; {failure.name}: {failure.detail}" for failure in v.failures if failure.found]
+        lighter = ", ".join(f"{key} = {value}" for key, value in self.lightened.items())
+        return told + "".join(found) + (f"; lightened: {lighter}" if lighter else "")

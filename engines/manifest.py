@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from engines.gate import Fallback, Gate
+from engines.gate import Adaptive
+from engines.guard import Guarded
 
 FORMAT = "unicache-edge"
-VERSION = 3
+VERSION = 4
 WEIGHTS = "weights.bin"
 DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
@@ -150,37 +151,6 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Adaptive:
-    """What decides how many visual tokens of an image a request takes; the vision graph returns the most it may be.
-
-    Attributes:
-        counts: how many it may be, ascending: the smallest whose coverage reaches `coverage`, else the last. A gate or
-            a fallback decides in its place.
-        coverage: the threshold: mean over the image's tokens of the highest cosine to a kept one.
-        floor: tokens that every image keeps, whatever the quota.
-        quota: share of their tokens that the images of a request keep together; None: each for itself.
-        gate, fallback: share to drop, by memory and entropy, and by the length of the prompt; None: all may stay.
-    """
-
-    counts: list[int]
-    coverage: float = 1.0
-    floor: int = 1
-    quota: float | None = None
-    gate: Gate | None = None
-    fallback: Fallback | None = None
-
-    def __post_init__(self) -> None:
-        if not self.counts or self.counts != sorted({*self.counts}):
-            raise ValueError(f"counts must be ascending, got {self.counts}")
-        if not 1 <= self.floor <= self.counts[0]:
-            raise ValueError(f"1 <= floor <= counts is needed, got {self.floor} and {self.counts}")
-        if not 0 < self.coverage <= 1:
-            raise ValueError(f"coverage must be in (0, 1], got {self.coverage}")
-        if self.quota is not None and not 0 < self.quota <= 1:
-            raise ValueError(f"quota must be in (0, 1], got {self.quota}")
-
-
-@dataclass(frozen=True)
 class Level:
     """One compression level: a recipe made static.
 
@@ -193,6 +163,7 @@ class Level:
         buckets: shortest first.
         adaptive: how many of the returned tokens a request takes; None: all.
         unknown: name of the level that takes this one's place while the question is not known; None is this one.
+        guard: what it costs on held-out samples.
     """
 
     recipe: dict[str, Any]
@@ -203,6 +174,7 @@ class Level:
     buckets: list[Bucket]
     adaptive: Adaptive | None = None
     unknown: str | None = None
+    guard: Guarded = field(default_factory=lambda: Guarded(note="not guarded"))
 
     @property
     def least_visual_tokens(self) -> int:

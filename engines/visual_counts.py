@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from engines.manifest import Adaptive
+from engines.gate import Adaptive
 
 Curve: TypeAlias = Any  # numbers by index: a list, or a numpy array, which this module does not know
 SLACK = 1e-6  # of a token: 0.6 of 10 are 6, whatever floats make of it

@@ -8,6 +8,7 @@ python export/build.py --recipe my.toml --backend trt-rtx   your recipe, with Te
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import os
 import sys
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+    from calibration.samples import Sample
+    from engines.guard import Guarded
     from export.checkpoint import Checkpoint
     from export.kernels import Kernels
     from export.recipe import Recipe
@@ -99,7 +102,17 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--samples",
         type=Path,
-        help="folder with samples.jsonl and its images, to calibrate quantization with (default: CHECKPOINT/samples)",
+        help="folder with samples.jsonl and its images, to calibrate quantization with, but for a quarter that levels "
+        "are judged by (default: CHECKPOINT/samples)",
+    )
+    parser.add_argument("--held-out", metavar="DIR", help="judge by these samples, calibrate with all of --samples")
+    parser.add_argument(
+        "--guard",
+        choices=("auto", "lighten", "refuse", "warn", "off"),
+        default="auto",
+        help="what becomes of a level that costs more on held-out samples than its recipe's [guard] allows: lighten "
+        "keeps more tokens and bits until it holds, and tells what; refuse ends the build; warn builds it as it is; "
+        "off does not look. auto lightens recipes called by name and refuses .toml files (default: auto)",
     )
     parser.add_argument(
         "--jobs",
@@ -134,17 +147,15 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     print("loading PyTorch and transformers ...", flush=True)
     from rich.console import Console
 
-    from calibration import samples
     from calibration.entropy import with_entropy
     from calibration.prepare import prepare
     from calibration.report import assemble
     from export import checkpoint as checkpoints
     from export import kernels as kernel_libraries
-    from export.buckets import check_sizes
     from export.pipeline import SMALL, Exported, export_graphs, plan_levels
     from export.to_onnx import WeightFile
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     levels = _levels(args)
     default = args.level or ("balanced" if "balanced" in levels else next(iter(levels)))
     if default not in levels:
@@ -153,13 +164,10 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     _check_backends(backends)
 
     checkpoint = checkpoints.load(args.checkpoint)
-    buckets = {name: bucket_lengths(args, checkpoint, recipe) for name, recipe in levels.items()}
-    for name, recipe in levels.items():
-        check_sizes(recipe, checkpoint, buckets[name])
+    _sizes(args, checkpoint, levels)
     console.print(_describe(checkpoint))
-
-    needed = any(recipe.needs_samples for recipe in levels.values())
-    known = samples.read(args.samples or args.checkpoint / "samples") if needed else []
+    levels, guarded, known = _guarded(args, checkpoint, levels, console)
+    buckets = _sizes(args, checkpoint, levels)
     with _progress(console) as bar:
 
         def task(what: str) -> Callable[[], None]:
@@ -178,6 +186,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
         console.print(f"without kernels: {reason}")
 
     described, makers = plan_levels(checkpoint, levels, buckets, prepared)
+    described = {name: dataclasses.replace(level, guard=guarded[name]) for name, level in described.items()}
     jobs = args.jobs or (min(os.cpu_count() or 1, 4) if parameters(checkpoint) < SMALL else 1)
     with WeightFile(folder) as weights, _progress(console) as bar:
         exports = bar.add_task("exporting and checking graphs", total=len(makers))
@@ -248,6 +257,38 @@ def _describe(checkpoint: Checkpoint) -> str:
         f"{checkpoint.model_type} {checkpoint.path.name}: {parameters(checkpoint) / 1e6:.1f} M parameters, "
         f"{d.num_layers} layers, {heads} KV heads of {d.head_dim}, {checkpoint.image_tokens} tokens an image"
     )
+
+
+def _guarded(
+    args: argparse.Namespace, checkpoint: Checkpoint, levels: dict[str, Recipe], console: Console
+) -> tuple[dict[str, Recipe], dict[str, Guarded], list[Sample]]:
+    """The levels, lightened if need be, what the guard says of each, and the samples to calibrate on."""
+    from calibration.levels import LIGHTEN, REFUSE, guarded
+    from export import recipe as recipes
+
+    files = {recipes.load(name).name for name in args.recipe or () if name.endswith(".toml")}
+    auto = {name: REFUSE if name in files else LIGHTEN for name in levels}
+    ways = auto if args.guard == "auto" else dict.fromkeys(levels, args.guard)
+    with _progress(console) as bar:
+
+        def task(what: str, times: int) -> Callable[[], None]:
+            return partial(bar.advance, bar.add_task(what, total=times))
+
+        return guarded(checkpoint, levels, ways, args.samples, args.held_out, console.print, task)
+
+
+def _sizes(args: argparse.Namespace, checkpoint: Checkpoint, levels: dict[str, Recipe]) -> dict[str, list[int]]:
+    """The buckets of every level.
+
+    Raises:
+        UserError: something does not fit them, or the model.
+    """
+    from export.buckets import check_sizes
+
+    buckets = {name: bucket_lengths(args, checkpoint, recipe) for name, recipe in levels.items()}
+    for name, recipe in levels.items():
+        check_sizes(recipe, checkpoint, buckets[name])
+    return buckets
 
 
 def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Recipe) -> list[int]:
@@ -324,8 +365,6 @@ def _build_plans(
 def _with_plans(
     manifest: bundle.Manifest, plans: list[bundle.Plan], backends: list[str], kernels: Kernels
 ) -> bundle.Manifest:
-    import dataclasses
-
     checked = ", with the function bodies and with kernels" if kernels.cpu else ""
     notes = {"ort": f"ONNX graphs, checked against PyTorch on CPU{checked}"}
     for backend in backends[1:]:

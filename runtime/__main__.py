@@ -157,6 +157,7 @@ def _info(arguments: argparse.Namespace) -> None:
         merged = f", {sum(level.kv_heads)} of {sum(model.kv_heads)} KV heads"
         later = f"; question later: {level.unknown}" if level.unknown else ""
         print(kept + (merged if level.kv_heads != model.kv_heads else "") + later)
+        print(f"  guard: {level.guard.line}")
         for bucket in level.buckets:
             compacts = "compacts" if bucket.compact else "never compacts"
             print(

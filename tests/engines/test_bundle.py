@@ -130,8 +130,8 @@ def test_not_a_folder(tmp_path: Path) -> None:
         (b"[]", "no unicache-edge bundle"),
         (b"null", "no unicache-edge bundle"),
         (b'{"name": "a web app"}', "no unicache-edge bundle"),
-        (b'{"format": "unicache-edge", "version": 2}', "is a bundle of version 2, and this program reads 3"),
-        (b'{"format": "unicache-edge", "version": 3}', "missing key"),
+        (b'{"format": "unicache-edge", "version": 3}', "is a bundle of version 3, and this program reads 4"),
+        (b'{"format": "unicache-edge", "version": 4}', "missing key"),
         (b'{"format": "unicache-edge", "version": true}', "is a bundle of version True"),
     ],
 )

@@ -15,7 +15,7 @@ from engines.plugins import cpu_library, cuda_library, host_library, store
 from export import build, kernels
 from tests.export.conftest import RECIPE
 
-SMALL = ["--recipe", str(RECIPE), "--images", "1", "--text-tokens", "8", "--jobs", "1"]
+SMALL = ["--recipe", str(RECIPE), "--images", "1", "--text-tokens", "8", "--jobs", "1", "--guard", "off"]
 GPUS = ["sm_87", "sm_90"]
 
 

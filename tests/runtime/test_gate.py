@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import runtime
-from engines.gate import Fallback, Gate
-from engines.manifest import Adaptive, Bucket, Level, Shortened
+from engines.gate import Adaptive, Fallback, Gate
+from engines.manifest import Bucket, Level, Shortened
 from runtime import gate
 from runtime.gate import VisualGate, memory_pressure
 from tests.runtime.asking import Recorder, ask, ids_of, patchy

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @functools.cache
-def hadamard(size: int) -> list[list[float]]:
+def hadamard(size: int) -> np.ndarray:
     """An orthonormal, symmetric matrix [size, size], its own inverse: it spreads a channel's outliers over many.
 
     Sylvester's matrix of the largest power of two that divides `size`, repeated along the diagonal: 80 is 5 blocks of
@@ -19,7 +19,7 @@ def hadamard(size: int) -> list[list[float]]:
     block: np.ndarray = np.ones((1, 1))
     while size % (2 * len(block)) == 0:
         block = np.kron(block, [[1, 1], [1, -1]])
-    return np.kron(np.eye(size // len(block)), block / len(block) ** 0.5).tolist()
+    return np.kron(np.eye(size // len(block)), block / len(block) ** 0.5).astype(np.float32)
 
 
 def rotate(rows: Tensor) -> Tensor:
