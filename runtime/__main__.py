@@ -1,4 +1,4 @@
-"""python -m runtime ask BUNDLE --image FILE "question"  |  python -m runtime info BUNDLE"""
+"""python -m runtime ask BUNDLE --image FILE "question"  |  info BUNDLE  |  serve BUNDLE"""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.backend import Status
 from engines.errors import Parser, UserError, command
+from runtime.server import command as server
 
 if TYPE_CHECKING:
     from engines.bundle import Bundle
@@ -65,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=_info)
     info.add_argument("bundle", help="folder that export/build.py wrote")
     info.add_argument("--json", action="store_true", help="print one JSON object")
+
+    server.add(commands)
     return parser
 
 

@@ -32,6 +32,9 @@ class Stats:
             the monitor perhaps a lighter one.
         prompt_tokens: P, before visual tokens were pruned.
         visual_tokens: kept, of all images together; of each one in `visual_tokens_by_image`.
+        patches: of each image, and of each of its tokens in reading order, the share of all layers' KV heads that hold
+            it once the prompt is compressed: 0 where it was pruned or evicted; empty where the level does not tell.
+            Tokens that were merged count as the one whose slot it is.
         bucket: S, the length that the prompt was padded to.
         kv_bytes: all state tensors as allocated: store, window, scales, positions, biases, masses.
         kv_bytes_uncompressed: fp16 keys and values of the whole prompt and every generated token.
@@ -53,6 +56,7 @@ class Stats:
     images: int = 0
     visual_tokens: int = 0
     visual_tokens_by_image: list[int] = field(default_factory=list)
+    patches: list[list[float]] = field(default_factory=list)
     bucket: int = 0
     generated_tokens: int = 0
     kv_bytes: int = 0

@@ -26,7 +26,16 @@ from runtime.gate import VisualGate
 from runtime.generate import Request, Result, Stats, TextStream
 from runtime.monitor import Monitor
 from runtime.preprocess import preprocess
-from runtime.prompt import PromptReader, Rows, choose_bucket, first_part, lay_out, left_pad, question_inputs
+from runtime.prompt import (
+    PromptReader,
+    Rows,
+    choose_bucket,
+    first_part,
+    image_positions,
+    lay_out,
+    left_pad,
+    question_inputs,
+)
 from runtime.sampling import GREEDY, Sampling, check_number
 from runtime.state import State
 
@@ -134,7 +143,7 @@ class VLM:
 
         Args:
             prompt: a question, or messages with one `{"type": "image"}` for every image.
-            images: paths, PIL images or uint8 arrays [H, W, 3], in the order of the placeholders.
+            images: paths, bytes of image files, PIL images or uint8 arrays [H, W, 3], in the order of the placeholders.
             max_new_tokens: stop after so many.
             ignore_eos: go on after the end token.
             question_later: compress the images before the model has seen what follows them, as when an image is
@@ -216,6 +225,9 @@ class VLM:
         state, logits = self._prefill(rows[:split], visual, bucket, stats)
         context = Context(state, bucket, logits, rows.total)
         self._extend(context, rows, visual, split, request, stats)
+        if request.pixels and (held := context.state.holders(rows.positions, rows.total)) is not None:
+            images = image_positions(request.ids, self.model.image_token_id, self.model.image_tokens)
+            stats.patches = held[images].round(4).tolist()
         return context
 
     def advance(self, context: Context, token: int, request: Request, stats: Stats) -> str:

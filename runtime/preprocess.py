@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
 from math import ceil
 from pathlib import Path
 from stat import S_ISREG
@@ -16,7 +19,7 @@ from engines.preprocessor import ImagePreprocessor
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
 
-    ImageSource = str | Path | PILImage | np.ndarray
+    ImageSource = str | Path | bytes | PILImage | np.ndarray
 
 MAX_FILE_BYTES = 256 * 2**20
 # Only plain decoders: Pillow would hand an EPS file to an external program.
@@ -30,7 +33,7 @@ def load_rgb(source: ImageSource) -> np.ndarray:
     taken as it is. What is transparent then is composited onto white (`convert_to_rgb`).
 
     Args:
-        source: path, PIL image, or uint8 array [H, W], [H, W, 1], [H, W, 3] or [H, W, 4].
+        source: path, bytes of an image file, PIL image, or uint8 array [H, W], [H, W, 1], [H, W, 3] or [H, W, 4].
 
     Returns:
         uint8 [H, W, 3].
@@ -44,14 +47,14 @@ def load_rgb(source: ImageSource) -> np.ndarray:
         return _array_rgb(source)
     if isinstance(source, Image.Image):
         return _image_rgb(source)
+    if isinstance(source, bytes):
+        return _decoded(BytesIO(source), "the image")
     if isinstance(source, str | Path):
         return _file_rgb(Path(source))
-    raise UserError(f"image must be a path, a PIL image or an array, got {type(source).__name__}")
+    raise UserError(f"image must be a path, bytes, a PIL image or an array, got {type(source).__name__}")
 
 
 def _file_rgb(path: Path) -> np.ndarray:
-    from PIL import Image, ImageOps
-
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -62,18 +65,37 @@ def _file_rgb(path: Path) -> np.ndarray:
         raise UserError(f"{path}: not a file")
     if status.st_size > MAX_FILE_BYTES:
         raise UserError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB: shrink the image")
+    return _decoded(path, str(path))
+
+
+@contextmanager
+def opened(file: Path | BytesIO, name: str) -> Iterator[PILImage]:
+    """An image file whose header was read, and whose pixels are not decoded yet.
+
+    Raises:
+        UserError: what is done with it fails, or it is no image, or has too many pixels.
+    """
+    from PIL import Image
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd tags and the like, on the terminal, about an image that is fine
             # Pillow warns above MAX_IMAGE_PIXELS (89 megapixels) and refuses only twice that: refuse both, unread.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             Image.init()
-            with Image.open(path, formats=[kind for kind in FORMATS if kind in Image.OPEN]) as image:
-                return _composited(ImageOps.exif_transpose(image).convert("RGB"))
+            with Image.open(file, formats=[kind for kind in FORMATS if kind in Image.OPEN]) as image:
+                yield image
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: too many pixels: shrink the image ({one_line(error)})") from error
+        raise UserError(f"{name}: too many pixels: shrink the image ({one_line(error)})") from error
     except Exception as error:  # a decoder fails in many ways, and each of them is this file's fault
-        raise UserError(f"{path}: not a readable image: {one_line(error)}") from error
+        raise UserError(f"{name}: not a readable image: {one_line(error)}") from error
+
+
+def _decoded(file: Path | BytesIO, name: str) -> np.ndarray:
+    from PIL import ImageOps
+
+    with opened(file, name) as image:
+        return _composited(ImageOps.exif_transpose(image).convert("RGB"))
 
 
 def _image_rgb(image: PILImage) -> np.ndarray:

@@ -84,6 +84,13 @@ def lay_out(
     return Rows(rows, positions.astype(np.int32), kinds, segments(rows, numbers, sentence_ends), visual, start)
 
 
+def image_positions(ids: Sequence[int], image_token_id: int, image_tokens: int) -> np.ndarray:
+    """Positions of each image's tokens in the prompt before pruning, [images, N]."""
+    places = np.flatnonzero(np.asarray(ids) == image_token_id)
+    starts = places + np.arange(len(places)) * (image_tokens - 1)
+    return starts[:, None] + np.arange(image_tokens)
+
+
 def choose_bucket(tokens: int, text: int, level: Level) -> Bucket:
     """The shortest bucket that holds a prompt of `tokens` rows, `text` of them text; else the longest, which goes on.
 

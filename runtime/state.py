@@ -34,6 +34,27 @@ class State:
         """All that is allocated for the cache, however much of it is filled."""
         return sum(array.nbytes for array in self.arrays.values())
 
+    def holders(self, positions: np.ndarray, total: int) -> np.ndarray | None:
+        """Of each position of a prompt of `total` tokens the share of all layers' KV heads that hold it, [total].
+
+        None where it cannot be told: a level that never compacts has no positions, and its store may have dropped some.
+
+        Args:
+            positions: of the tokens that the model saw, [T].
+        """
+        stores = [name.removeprefix("store_bias") for name in self.arrays if name.startswith("store_bias")]
+        biases = [self.arrays[f"store_bias{layer}"][0] for layer in stores]
+        if "window_positions" not in self.arrays:
+            if min(bias.shape[1] for bias in biases) + self.count < len(positions):
+                return None
+            return np.bincount(positions, minlength=total).astype(np.float64)
+        heads = sum(map(len, biases))
+        window = self.arrays["window_positions"][self.arrays["window_bias"] > -np.inf]
+        held = heads * np.bincount(window, minlength=total)
+        for layer, bias in zip(stores, biases, strict=True):
+            held += np.bincount(self.arrays[f"store_positions{layer}"][0][bias > -np.inf], minlength=total)
+        return held / heads
+
     def feeds(self, names: list[str]) -> dict[str, np.ndarray]:
         """The state's tensors among a graph's inputs."""
         return {name: self.arrays[name] for name in names if name in self.arrays}

@@ -46,6 +46,8 @@ MAY_IMPORT = {
         "tomli_w",
     },
 }
+# The server is a package of its own within the runtime: only it needs the extra `serve`.
+SERVER, SERVE = ROOT / "runtime" / "server", {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"}
 TOP = ROOT / "export" / "build.py"  # the user's entry may import everything but the runtime
 LAZY = {
     "calibration": {"easy_vqa", "jinja2", "matplotlib", "tomli_w"},
@@ -91,6 +93,8 @@ def test_imports_only_what_it_may(package: str) -> None:
         allowed = MAY_IMPORT[package] | {package}
         if path == TOP:
             allowed |= {"calibration", "jinja2"}
+        if path.is_relative_to(SERVER):
+            allowed |= SERVE
         wrong += [
             f"{path.relative_to(ROOT)} imports {name}"
             for name in imports(path)
@@ -116,6 +120,16 @@ def test_optional_packages_are_imported_where_used(package: str) -> None:
         if name in LAZY[package]
     ]
     assert wrong == []
+
+
+def test_the_runtime_knows_of_its_server_only_the_command() -> None:
+    """Which imports nothing that the extra `serve` brings before it is called."""
+    for path in sources("runtime"):
+        if not path.is_relative_to(SERVER):
+            text = path.read_text(encoding="utf-8")
+            assert text.count("runtime.server") == (path.name == "__main__.py"), path
+    assert set(imports(SERVER / "command.py", at_import=True)) & (SERVE | {"runtime", "numpy"}) == set()
+    assert list(imports(SERVER / "__init__.py")) == []
 
 
 STAGES = ROOT / "export" / "stages"

@@ -23,6 +23,11 @@ def test_importing_it_brings_nothing_at_all() -> None:
     assert modules_after("import runtime") & (HEAVY | lazy) == set()
 
 
+def test_the_command_line_brings_nothing_of_the_server() -> None:
+    extra = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "python_multipart"}
+    assert modules_after("import runtime.__main__") & (HEAVY | extra) == set()
+
+
 def test_answering_needs_only_the_lean_packages(bundle_path: Path) -> None:
     code = f"""
 import numpy, runtime

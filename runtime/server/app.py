@@ -1,0 +1,153 @@
+"""The server's paths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from runtime.generate import Result, TextStream
+from runtime.server.answers import Answer, event
+from runtime.server.errors import Refused
+from runtime.server.guard import Guard
+from runtime.server.levels import Levels
+from runtime.server.metrics import CONTENT_TYPE, Metrics
+from runtime.server.protocol import Asked, Limits, read
+from runtime.server.worker import Job, Worker
+
+__all__ = ["Limits", "create"]
+
+PAGE = Path(__file__).parent / "page"
+
+
+def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) -> FastAPI:
+    """The application; its worker is `app.state.worker`.
+
+    Args:
+        token: that requests must bear; "" for none.
+        local: whether it listens to this machine only.
+    """
+    metrics = Metrics(lambda: {level: vlm.monitor.counters for level, vlm in levels.opened.copy().items()})
+    worker = Worker(limits.queue, lambda job, result: metrics.answer(result, job.waited, job.first))
+    metrics.gauge("queue_length", "Requests that wait for the model", lambda: worker.waiting)
+    metrics.gauge("requests_here", "Requests that are read, wait, or are answered", lambda: worker.here)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(worker.end)
+
+    app = FastAPI(title="UniCache Edge", lifespan=lifespan, openapi_url=None)  # its documents load foreign scripts
+    app.state.worker = worker
+    app.add_middleware(Guard, metrics=metrics, body_bytes=limits.body_bytes, token=token, local=local)
+
+    @app.exception_handler(Refused)
+    def refused(request: Request, error: Refused) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    def failed(request: Request, error: HTTPException) -> JSONResponse:
+        what = f"{request.method} {request.url.path}: {error.detail}"
+        return Refused(error.status_code, what, headers=dict(error.headers or {})).response()
+
+    @app.get("/healthz")
+    def health() -> JSONResponse:
+        state = "shutting down" if worker.closing else "ok"
+        return JSONResponse({"status": state, "model": levels.name}, 503 if worker.closing else 200)
+
+    @app.get("/metrics")
+    def told() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [levels.described(name) for name in levels.models]}
+
+    @app.get("/v1/models/{name}")
+    def model(name: str) -> dict[str, Any]:
+        return levels.described(name)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        leave = worker.enter()
+        try:
+            asked = await _arrived(request, limits)
+            level, reason = levels.level(asked.request.model)
+            job = Job(partial(_start, levels, level, asked), leave)
+        except BaseException:
+            leave()
+            raise
+        worker.submit(job)
+        watching = asyncio.create_task(_watch(request, worker, job))
+        try:
+            events = job.events()
+            first = await anext(events)  # or the error, while the status can still tell it
+            answer = Answer(asked, levels, levels.open(level), reason, job)
+        except BaseException:
+            watching.cancel()
+            worker.cancel(job)
+            raise
+
+        async def stream() -> AsyncIterator[bytes]:
+            try:
+                yield answer.begin()
+                last = first
+                while not isinstance(last, Result):
+                    yield answer.piece(last)
+                    last = await anext(events)
+                yield answer.end(last)
+            except Refused as error:
+                yield event(error.body)
+            finally:
+                watching.cancel()
+                worker.cancel(job)
+
+        if asked.request.stream:
+            return StreamingResponse(stream(), media_type="text/event-stream")
+        try:
+            last = first
+            while not isinstance(last, Result):
+                last = await anext(events)
+            return JSONResponse(answer.whole(last))
+        finally:
+            watching.cancel()
+            worker.cancel(job)
+
+    app.mount("/", StaticFiles(directory=PAGE, html=True))
+    return app
+
+
+async def _arrived(request: Request, limits: Limits) -> Asked:
+    """The request, if it comes in time: a place is taken while it is read."""
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            return await read(request, limits)
+    except TimeoutError:
+        raise Refused(408, f"the request did not arrive within {limits.body_seconds:g} s", "timeout") from None
+
+
+def _start(levels: Levels, level: str, asked: Asked) -> TextStream:
+    """Begin to answer; in the worker's thread, which alone touches the models."""
+    return levels.open(level).stream(
+        asked.messages,
+        [image.data for image in asked.images],
+        asked.max_new_tokens,
+        question_later=asked.request.unicache.question_later,
+        sampling=asked.sampling,
+        on_restart=None if asked.request.stream else lambda: None,
+    )
+
+
+async def _watch(request: Request, worker: Worker, job: Job) -> None:
+    """End the answer of a client that has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    worker.cancel(job)

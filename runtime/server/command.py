@@ -1,0 +1,114 @@
+"""python -m runtime serve BUNDLE: what it takes, and what it needs to be installed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import ipaddress
+import os
+import socket
+import sys
+from pathlib import Path
+
+from engines.errors import UserError, one_line, positive
+
+PACKAGES = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
+TOKEN = "UNICACHE_TOKEN"
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the runtime's."""
+    parser = commands.add_parser(
+        "serve",
+        help="answer requests over HTTP as OpenAI's chat completions do, and serve a page to try it",
+        epilog=f"A bearer token, in the environment variable {TOKEN} or in --token-file, must come with every request.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("bundle", help="folder that export/build.py wrote; its name is the model's")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
+    parser.add_argument("--level", help="level of the model NAME (default: the bundle's); NAME:LEVEL is any other")
+    parser.add_argument("--backend", default="auto", help="auto, ort, trt-rtx or trt (default: auto)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the backend's choice)")
+    parser.add_argument("--no-kernels", action="store_true", help="run the graphs without compiled kernels")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"holds the token (default: ${TOKEN}, or none)")
+    parser.add_argument(
+        "--queue", type=positive, default=16, metavar="N", help="requests that may wait; more get 429 (default: 16)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, default=1024, metavar="N", help="tokens of an answer, at most (default: 1024)"
+    )
+    parser.add_argument(
+        "--max-body", type=positive, default=32, metavar="MIB", help="size of a request, at most (default: 32)"
+    )
+    parser.add_argument(
+        "--max-pixels", type=positive, default=32, metavar="MP", help="megapixels of an image, at most (default: 32)"
+    )
+    parser.add_argument(
+        "--on-alarm",
+        choices=["none", "lighter-next", "retry"],
+        default="none",
+        help="what follows an answer that was compressed too much: a lighter level for the next request, or for this "
+        "one, where nothing of it was sent yet (default: none)",
+    )
+    parser.add_argument(
+        "--blindness", type=float, default=0.0, metavar="D", help="as in `ask`; costs a prefill (default: not tried)"
+    )
+    parser.add_argument(
+        "--grace", type=positive, default=30, metavar="S", help="seconds that answers have to end (default: 30)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serve until SIGTERM or Ctrl-C; accepted requests are answered first."""
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise UserError(f"serve needs {', '.join(missing)}: in this package's folder, type pip install '.[serve]'")
+    from runtime.model import VLM
+    from runtime.monitor import Watch
+    from runtime.server.app import Limits
+    from runtime.server.levels import Levels
+    from runtime.server.serve import serve
+
+    limits = Limits(
+        queue=arguments.queue,
+        body_bytes=arguments.max_body << 20,
+        pixels=arguments.max_pixels * 10**6,
+        tokens=arguments.max_tokens,
+    )
+    token = _token(arguments.token_file)
+    watch, kernels = Watch(on_alarm=arguments.on_alarm, blindness=arguments.blindness), not arguments.no_kernels
+    first = VLM.open(arguments.bundle, arguments.backend, arguments.level, arguments.threads, kernels)
+    levels = Levels(first, kernels, watch)
+    with _listen(arguments.host, arguments.port) as listening:
+        address, port = listening.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        if not token and not ipaddress.ip_address(address).is_loopback:
+            print(f"warning: whoever reaches {shown} can use this server: set {TOKEN}", file=sys.stderr)
+        print(
+            f"{levels.name} at http://{shown}:{port}/  (models {', '.join(levels.models)}; Ctrl-C ends it)", flush=True
+        )
+        serve(levels, limits, token, listening, arguments.grace)
+
+
+def _token(file: Path | None) -> str:
+    """The bearer token, "" if there is none; not an argument, since everybody can read those of a process."""
+    if file is None:
+        return os.environ.get(TOKEN, "").strip()
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
+    if not token:
+        raise UserError(f"{file}: holds no token")
+    return token
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        if port not in range(2**16):  # else its last 16 bits would be taken
+            raise ValueError("ports are 0 to 65535")
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except (OSError, ValueError) as error:
+        message = f"cannot listen on {host}, port {port}: {one_line(error)}: choose another --host or --port"
+        raise UserError(message) from error

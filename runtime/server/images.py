@@ -1,0 +1,64 @@
+"""Images of requests: read from data URLs, and their declared sizes checked before any pixel is decoded."""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import dataclass
+from io import BytesIO
+
+from engines.errors import UserError
+from engines.preprocessor import ImagePreprocessor
+from runtime.preprocess import opened
+from runtime.server.errors import Refused
+
+DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+=-]+)*?;base64,")
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF: what is stored lies on its side
+
+
+@dataclass(frozen=True)
+class Image:
+    """The bytes of an image file, and its size."""
+
+    data: bytes
+    width: int
+    height: int
+
+
+def from_url(url: str) -> bytes:
+    """The bytes of a data URL."""
+    if (head := DATA_URL.match(url)) is None:
+        what = "remote images are not fetched" if url[:8].lower().startswith(("http:", "https:")) else "no data URL"
+        message = f"image_url {url[:40]!r}: {what}: send the image itself, as  data:image/png;base64,..."
+        raise Refused(400, message, "invalid_image_url", "image_url")
+    try:
+        return base64.b64decode(url[head.end() :], validate=True)
+    except ValueError as error:
+        raise Refused(400, f"image_url: not base64: {error}", "invalid_image_url", "image_url") from error
+
+
+def check(data: bytes, pixels: int, number: int, upright: bool) -> Image:
+    """Read an image's header, and refuse what declares more than `pixels`; size as it is stored unless `upright`."""
+    try:
+        with opened(BytesIO(data), f"image {number}") as image:
+            width, height = image.size
+            fits = width * height <= pixels
+            turned = upright and fits and image.getexif().get(ORIENTATION) in TURNED  # of a PNG it may decode them all
+    except UserError as error:
+        raise Refused(400, str(error), "invalid_image") from error
+    if not fits:
+        message = f"image {number} has {width} x {height} pixels, more than {pixels / 10**6:g} million: shrink it"
+        raise Refused(400, message, "image_too_large")
+    return Image(data, height, width) if turned else Image(data, width, height)
+
+
+def region(width: int, height: int, settings: ImagePreprocessor) -> tuple[float, float, float, float]:
+    """What the model sees of an image: left, top, width and height in shares of the image's; padding lies outside."""
+    new_width, new_height = width, height
+    if settings.resize and (edge := settings.resize.get("shortest_edge")):
+        new_width, new_height = (round(side * edge / min(width, height)) for side in (width, height))
+    elif settings.resize:
+        new_width, new_height = settings.resize["width"], settings.resize["height"]
+    crop = settings.crop or {"width": new_width, "height": new_height}
+    shares = crop["width"] / new_width, crop["height"] / new_height
+    return (1 - shares[0]) / 2, (1 - shares[1]) / 2, *shares

@@ -1,0 +1,246 @@
+"""Requests of /v1/chat/completions: what is understood of OpenAI's, what is refused, and what is ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from starlette.datastructures import UploadFile
+
+from engines.errors import UserError
+from runtime.sampling import Sampling
+from runtime.server import images
+from runtime.server.errors import Refused
+from runtime.server.images import Image
+
+# Values with which these ask for nothing; with any other they are refused by name. None never asks for anything.
+NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "tools": [],
+    "functions": [],
+    "tool_choice": "none",
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+    "store": False,
+}
+IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # they change no answer
+FORM, FILE = "request", "image"  # fields of a multipart request
+FILES = 64
+TOP_LOGPROBS = 20
+
+
+class Part(BaseModel):
+    """Unknown fields are refused, null is the same as absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _present(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class Text(Part):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Part):
+    url: str
+    detail: str = "auto"  # a bundle's images have one size
+
+
+class ImageByUrl(Part):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class ImageFile(Part):
+    """The next file of a multipart request."""
+
+    type: Literal["image"]
+
+
+class Message(Part):
+    role: Literal["developer", "system", "user", "assistant"]
+    content: Annotated[
+        list[Annotated[Text | ImageByUrl | ImageFile, Field(discriminator="type")]],
+        BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content),
+    ]
+    annotations: list[Any] = []  # in answers that come back as history
+
+
+class StreamOptions(Part):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Extra(Part):
+    """What OpenAI's interface does not know.
+
+    Attributes:
+        kept_patches: tell which patches of the images the cache holds.
+        question_later: compress the images before the model has seen what follows them.
+    """
+
+    kept_patches: bool = False
+    question_later: bool = False
+
+
+class ChatRequest(Part):
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1)]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: Annotated[
+        list[str], Field(max_length=16), BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)
+    ] = []
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    unicache: Extra = Extra()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if key not in IGNORED and not _is_neutral(key, value)}
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.stop,
+            self.seed,
+            (self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    return key in NEUTRAL and value == NEUTRAL[key]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        queue: requests that wait beside the one that is answered.
+        body_bytes: of a request.
+        body_seconds: until a request has arrived.
+        pixels: of an image, by its header.
+        tokens: of an answer.
+    """
+
+    queue: int = 16
+    body_bytes: int = 32 * 2**20
+    body_seconds: float = 60
+    pixels: int = 32 * 10**6
+    tokens: int = 1024
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as the runtime takes it."""
+
+    request: ChatRequest
+    messages: list[dict[str, Any]]
+    images: list[Image]
+    max_new_tokens: int
+    sampling: Sampling
+
+
+async def read(request: Request, limits: Limits) -> Asked:
+    """Read a request, JSON or multipart.
+
+    Raises:
+        Refused: it is not understood, asks for what is not supported, or is over a limit.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    files: list[bytes] | None = None
+    if kind == "application/json":
+        body: str | bytes = await request.body()
+    elif kind == "multipart/form-data":
+        async with request.form(max_files=FILES, max_fields=1, max_part_size=limits.body_bytes) as form:
+            if not isinstance(text := form.get(FORM), str) or set(form) - {FORM, FILE}:
+                raise Refused(400, f"a multipart request has one field {FORM!r}, JSON, and files {FILE!r}")
+            body, files = text, [await file.read() for file in form.getlist(FILE) if isinstance(file, UploadFile)]
+    else:
+        raise Refused(415, f"content type {kind!r}: send application/json or multipart/form-data")
+    return await run_in_threadpool(understand, body, files, limits)
+
+
+def understand(body: str | bytes, files: list[bytes] | None, limits: Limits) -> Asked:
+    """Check a request's JSON, and the headers of its images; `files` are those of a multipart request."""
+    try:
+        asked = ChatRequest.model_validate_json(body)
+        sampling = asked.sampling
+    except ValidationError as error:
+        raise _refused(error) from error
+    except UserError as error:
+        raise Refused(400, str(error)) from error
+    tokens = asked.max_completion_tokens or asked.max_tokens or limits.tokens
+    if tokens > limits.tokens:
+        message = f"max_tokens must be at most {limits.tokens}, got {tokens}: serve --max-tokens allows more"
+        raise Refused(400, message, param="max_tokens")
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise Refused(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    messages, data = _with_images(asked.messages, files)
+    upright = asked.unicache.kept_patches
+    checked = [images.check(each, limits.pixels, number, upright) for number, each in enumerate(data, 1)]
+    return Asked(asked, messages, checked, tokens, sampling)
+
+
+def _with_images(messages: list[Message], files: list[bytes] | None) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Messages as the runtime takes them, and the images' files in their order."""
+    result: list[dict[str, Any]] = []
+    data: list[bytes] = []
+    waiting = list(files or [])
+    placed = any(isinstance(part, ImageFile) for message in messages for part in message.content)
+    last = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
+    for number, message in enumerate(messages):
+        content: list[dict[str, str]] = []
+        if number == last and not placed:  # files that no message names stand before the last question
+            data, content, waiting = data + waiting, [{"type": "image"}] * len(waiting), []
+        for part in message.content:
+            if isinstance(part, Text):
+                content.append({"type": "text", "text": part.text})
+                continue
+            if isinstance(part, ImageFile) and not waiting:
+                raise Refused(400, 'more parts {"type": "image"} than files', "invalid_image", "messages")
+            data.append(waiting.pop(0) if isinstance(part, ImageFile) else images.from_url(part.image_url.url))
+            content.append({"type": "image"})
+        result.append({"role": "system" if message.role == "developer" else message.role, "content": content})
+    if waiting:
+        raise Refused(400, f"{len(waiting)} files are in no message", "invalid_image", "messages")
+    return result, data
+
+
+def _refused(error: ValidationError) -> Refused:
+    """The first mistake, by its name."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = first["loc"]
+    if path[2:3] == ("content",):  # messages, 1, content, 2, the kind of part, its field
+        path = path[:4] + path[5:]
+    name = ".".join(map(str, path))
+    if first["type"] == "extra_forbidden":
+        return Refused(400, f"parameter {name!r} is not supported", "unsupported_parameter", name)
+    return Refused(400, f"{name}: {first['msg']}" if name else first["msg"], "invalid_request", name or None)

@@ -1,0 +1,196 @@
+"""One thread runs the model, and requests wait in line for it: first come, first served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from engines.errors import UserError, one_line
+from runtime.generate import Result, TextStream
+from runtime.sampling import Logprob
+from runtime.server.errors import INTERNAL, Refused
+
+log = logging.getLogger(__name__)
+CANCELLED = Refused(499, "the client has left", "cancelled")
+SLOW = 60  # seconds: the longest that a client is told to wait before it tries again
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that was generated, and the log-probabilities of its tokens if they were asked for."""
+
+    text: str
+    logprobs: list[Logprob]
+
+
+class Job:
+    """One answer: waits, runs in the worker's thread, and is read in the event loop that made it."""
+
+    def __init__(self, start: Callable[[], TextStream], leave: Callable[[], None]) -> None:
+        """
+        Args:
+            start: called in the worker's thread.
+            leave: gives up the request's place.
+        """
+        self.leave, self.cancelled, self.waited, self.first = leave, False, 0.0, 0.0
+        self._start, self._made = start, time.perf_counter()
+        self._stream: TextStream | None = None
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Piece | Result | Refused] = asyncio.Queue()
+
+    def cancel(self) -> None:
+        """End the answer: with the token that is being computed, or before it begins."""
+        self.cancelled = True
+        if self._stream:
+            self._stream.cancel()
+
+    async def events(self) -> AsyncIterator[Piece | Result]:
+        """Pieces as they come, and the result at the end.
+
+        Raises:
+            Refused: the request is wrong, or answering it failed.
+        """
+        while True:
+            event = await self._events.get()
+            if isinstance(event, Refused):
+                raise event
+            yield event
+            if isinstance(event, Result):
+                return
+
+    def run(self, answered: Callable[[Job, Result], None]) -> None:
+        """Answer, in the worker's thread."""
+        self.waited = time.perf_counter() - self._made
+        event: Result | Refused
+        try:
+            event = self._answer()
+            answered(self, event)
+        except UserError as error:
+            event = Refused(400, one_line(error), "invalid_request")
+        except Exception:
+            log.exception("a request failed")
+            event = INTERNAL
+        self.leave()
+        self.tell(event)
+
+    def _answer(self) -> Result:
+        self._stream = stream = self._start()
+        if self.cancelled:  # before there was a stream to cancel
+            stream.cancel()
+        told = 0
+        for text in stream:
+            self.first = self.first or time.perf_counter() - self._made
+            logprobs = stream.answer.logprobs
+            self.tell(Piece(text, logprobs[told:]))
+            told = len(logprobs)
+        if rest := stream.result.logprobs[told:]:  # of tokens that make no text
+            self.tell(Piece("", rest))
+        return stream.result
+
+    def tell(self, event: Piece | Result | Refused) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and nobody reads any more
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+
+class Worker:
+    """The thread, and the line before it.
+
+    Attributes:
+        closing: new requests are refused; those that are here are answered.
+        seconds: what an answer takes, a moving mean.
+    """
+
+    def __init__(self, queue: int, answered: Callable[[Job, Result], None] = lambda job, result: None) -> None:
+        """
+        Args:
+            queue: requests that may wait.
+            answered: called in the thread with every result.
+        """
+        self.closing, self.seconds = False, 1.0
+        self._most, self._ended, self._answered = queue + 1, False, answered
+        self._places: set[object] = set()
+        self._jobs: deque[Job] = deque()
+        self._running: Job | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="model", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for the model."""
+        return len(self._jobs)
+
+    @property
+    def here(self) -> int:
+        """Requests that are read, wait, or are answered."""
+        return len(self._places)
+
+    def enter(self) -> Callable[[], None]:
+        """Take a place; called before a body is read, so that those in memory are bounded -> how to give it up.
+
+        Raises:
+            Refused: there is none.
+        """
+        if self.closing:
+            raise Refused(503, "the server is shutting down", "shutting_down", headers={"Retry-After": str(SLOW)})
+        with self._changed:
+            if self.here >= self._most:
+                wait = min(max(math.ceil(self.seconds * self.here), 1), SLOW)
+                message = f"{self.here} requests are here already: try again in {wait} s"
+                raise Refused(429, message, "queue_full", headers={"Retry-After": str(wait)})
+            self._places.add(place := object())
+        return partial(self._leave, place)
+
+    def submit(self, job: Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def cancel(self, job: Job) -> None:
+        """End a job; one that waits gives up its place at once."""
+        job.cancel()
+        with self._changed:
+            if job not in self._jobs:
+                return
+            self._jobs.remove(job)
+        job.leave()
+        job.tell(CANCELLED)
+
+    def cancel_all(self) -> None:
+        with self._changed:
+            jobs = [*self._jobs, *filter(None, [self._running])]
+        for job in jobs:
+            job.cancel()
+
+    def end(self) -> None:
+        """Cancel what is left, and end the thread."""
+        self.closing = True
+        self.cancel_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _leave(self, place: object) -> None:
+        with self._changed:
+            self._places.discard(place)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._ended)
+                if not self._jobs:
+                    return
+                self._running = job = self._jobs.popleft()
+            start = time.perf_counter()
+            job.run(self._answered)
+            self._running = None
+            self.seconds += (time.perf_counter() - start - self.seconds) / 8

@@ -1,0 +1,236 @@
+"""Whatever a client sends wrong is told in OpenAI's form, and nothing of the server's inside."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from runtime.server.errors import Refused
+from runtime.server.protocol import Limits, understand
+from tests.runtime.asking import image
+from tests.runtime.server.conftest import Served, data_url, png, question
+
+Serve = Callable[..., Served]
+
+
+def refusal(answer: tuple[int, dict[str, str], Any], status: int) -> dict[str, Any]:
+    assert answer[0] == status, answer
+    (error,) = answer[2].values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    assert "Traceback" not in error["message"]
+    return error
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that declares so many pixels."""
+    parts = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"")),
+        (b"IEND", b""),
+    ]
+    chunks = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def with_url(url: Any) -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return {"model": "bundle", "messages": [{"role": "user", "content": [part, {"type": "text", "text": "what"}]}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "Invalid JSON"),
+        (b"\xff\xfe", "Invalid JSON"),
+        (b"[" * 100000, "Invalid JSON"),
+        ([], "Input should be an object"),
+        ({}, "model: Field required"),
+        ({"model": "bundle", "messages": []}, "messages: List should have at least 1"),
+        ({"model": "bundle", "messages": [{"role": "robot", "content": "what"}]}, "messages.0.role: Input should be"),
+        ({"model": "bundle", "messages": [{"role": "user"}]}, "messages.0.content: Field required"),
+        (
+            {"model": "bundle", "messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+            "messages.0.content.0: Input tag 'audio'",
+        ),
+        (with_url(3), "messages.0.content.0.image_url.url: Input should be a valid string"),
+        ({"model": "bundle", "messages": [{"role": "user", "content": 3}]}, "messages.0.content: Input should be"),
+        ({"model": "bundle", "messages": [{"role": "user", "content": " "}]} | {"max_tokens": 0}, "max_tokens"),
+        (question("what", top_p="high"), "top_p: Input should be a valid number"),
+        (question("what", top_p=2), "top_p must be from 0 to 1"),
+        (question("what", temperature=1e-9), "temperature"),
+        (question("what", max_tokens=5000), "max_tokens must be at most 1024"),
+        (question("what", top_logprobs=3), "top_logprobs needs logprobs"),
+        (question("what", top_logprobs=30, logprobs=True), "less than or equal to 20"),
+        (question("what", stop=["a"] * 17), "at most 16"),
+        (question("what", stop=[""]), "none of them empty"),
+        (question("what", unicache={"question_later": True}), "needs an image"),
+        (question("what", unicache={"kept": True}), "parameter 'unicache.kept' is not supported"),
+        (question("what", messages=[{"role": "user", "content": [{"type": "image"}]}]), "than files"),
+        (with_url("https://example.com/a.png"), "remote images are not fetched"),
+        (with_url("HTTP://example.com/a.png"), "remote images are not fetched"),
+        (with_url("/etc/passwd"), "no data URL"),
+        (with_url("file:///etc/passwd"), "no data URL"),
+        (with_url("data:image/png,abc"), "no data URL"),
+        (with_url("data:image/png;base64,@@@@"), "not base64"),
+        (with_url(data_url(b"GIF89a")), "image 1: not a readable image"),
+        (with_url(data_url(b"%!PS-Adobe-3.0 EPSF-3.0")), "image 1: not a readable image"),
+        (with_url(data_url(png(image(1))[:-30])), "not a readable image"),
+        (with_url(data_url(bomb(20000, 20000))), "too many pixels"),
+        (with_url(data_url(bomb(8000, 8000))), "8000 x 8000 pixels, more than 32 million"),
+    ],
+)
+def test_wrong_requests(served: Served, body: Any, message: str) -> None:
+    assert message in refusal(served.chat(body), 400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2),
+        ("tools", [{}]),
+        ("tool_choice", "auto"),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("logit_bias", {"5": 1}),
+        ("response_format", {"type": "json_object"}),
+        ("audio", {"voice": "x"}),
+        ("modalities", ["audio"]),
+        ("reasoning_effort", "low"),
+        ("best_of", 2),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(served: Served, name: str, value: Any) -> None:
+    error = refusal(served.chat(question("what", **{name: value})), 400)
+    assert (error["message"], error["param"]) == (f"parameter {name!r} is not supported", name)
+    assert error["code"] == "unsupported_parameter"
+
+
+def test_what_asks_for_nothing_is_taken(served: Served) -> None:
+    nothing = {"n": 1, "tools": None, "presence_penalty": 0.0, "logit_bias": {}, "user": "me", "metadata": {"a": "b"}}
+    nothing |= {"response_format": {"type": "text"}, "stop": None, "seed": None, "service_tier": None}
+    plain = served.chat(question("what", max_tokens=3))[2]
+    status, _, answer = served.chat(question("what", max_tokens=3, **nothing))
+    assert status == 200
+    assert answer["choices"] == plain["choices"]
+
+
+def test_a_body_over_the_limit_is_refused_however_it_is_sent(serve: Serve) -> None:
+    small = serve(body_bytes=1000)
+    body = json.dumps(question("what " * 500)).encode()
+    assert "larger than" in refusal(small.chat(body), 413)["message"]
+    for kind in ("application/json", "multipart/form-data; boundary=edge"):
+        pieces = (body[i : i + 100] for i in range(0, len(body), 100))  # without a length: chunked
+        assert (
+            "larger than"
+            in refusal(small.ask("POST", "/v1/chat/completions", pieces, {"Content-Type": kind}), 413)["message"]
+        )
+    assert small.chat(question("what", max_tokens=1))[0] == 200
+
+
+def test_pixels_are_counted_before_they_are_decoded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = serve(pixels=100)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    asked = question("what", png(np.zeros((8, 13, 3), np.uint8)), unicache={"kept_patches": True})
+    error = refusal(small.chat(asked), 400)
+    assert error["message"] == "image 1 has 13 x 8 pixels, more than 0.0001 million: shrink it"
+
+
+def test_other_paths_and_methods(served: Served) -> None:
+    refusal(served.ask("GET", "/v1/completions"), 404)
+    refusal(served.ask("GET", "/../pyproject.toml"), 404)
+    refusal(served.ask("DELETE", "/v1/chat/completions"), 405)
+    refusal(served.ask("POST", "/v1/chat/completions", b"x", {"Content-Type": "text/plain"}), 415)
+    refusal(served.ask("GET", "/v1/models/none"), 404)
+    refusal(served.ask("GET", "/docs"), 404)
+
+
+@pytest.mark.parametrize("body", ["", "--edge", "--edge\r\n\r\n\r\n--edge--\r\n", "--edge--\r\n"])
+def test_broken_multipart(served: Served, body: str) -> None:
+    refusal(
+        served.ask("POST", "/v1/chat/completions", body, {"Content-Type": "multipart/form-data; boundary=edge"}), 400
+    )
+    refusal(served.ask("POST", "/v1/chat/completions", body, {"Content-Type": "multipart/form-data"}), 400)
+
+
+def test_an_error_inside_is_not_told(served: Served, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("secret path")
+
+    monkeypatch.setattr("runtime.model.VLM.read", broken)
+    for stream in (False, True):
+        error = refusal(served.chat(question("what", stream=stream)), 500)
+        assert (error["type"], error["code"]) == ("server_error", "internal_error")
+        assert "secret" not in error["message"]
+    assert "secret path" in caplog.text
+
+
+def test_an_error_in_the_middle_of_a_stream_ends_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance, steps = served.levels.open("loose").advance, []
+
+    def breaking(*arguments: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 4:
+            raise RuntimeError("secret path")
+        return advance(*arguments)
+
+    monkeypatch.setattr(served.levels.open("loose"), "advance", breaking)
+    status, _, text = served.chat(question("what is it", png(image(1)), model="bundle:loose", stream=True))
+    assert status == 200
+    *chunks, last = [json.loads(line[6:]) for line in text.decode().splitlines() if line]
+    assert len(chunks) > 2
+    assert last["error"]["code"] == "internal_error"
+    assert b"secret" not in text
+    assert served.worker.here == 0
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = [
+    "model",
+    "messages",
+    "temperature",
+    "stop",
+    "max_tokens",
+    "stream_options",
+    "unicache",
+    "logprobs",
+    "seed",
+    "n",
+]
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from(FIELDS), json_values), st.booleans())
+def test_any_json_is_understood_or_refused(values: dict[str, Any], whole: bool) -> None:
+    with suppress(Refused):
+        understand(json.dumps((question("what") if whole else {}) | values), None, Limits())
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_any_bytes_of_an_image_are_understood_or_refused(data: st.DataObject) -> None:
+    file = io.BytesIO()
+    kind = data.draw(st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "ICO"]))
+    Image.fromarray(image(1)).save(file, kind)
+    content = bytearray(file.getvalue())
+    for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=6)):
+        content[place] = data.draw(st.integers(0, 255))
+    with suppress(Refused):
+        understand(json.dumps(with_url(data_url(bytes(content)))), None, Limits(pixels=10**4))
