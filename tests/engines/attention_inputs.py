@@ -111,3 +111,51 @@ def exact(x: dict[str, np.ndarray], scale: float, bits: tuple[int, int] = (8, 8)
     """The operator in double precision: two ways to round float32 may differ by more than a kernel errs."""
     tensors = [torch.from_numpy(v) if v.dtype == np.int8 else torch.from_numpy(v).double() for v in x.values()]
     return [result.numpy() for result in quant_kv_attention(*tensors, scale, *bits)]
+
+
+TILE = 128  # tokens whose weights the CPU kernel with VNNI rounds together
+
+
+def rounding(x: dict[str, np.ndarray], scale: float, bits: tuple[int, int] = (8, 8)) -> list[np.ndarray]:
+    """How far 16-bit queries and weights, the CPU kernel's with VNNI, may take each output from the exact one.
+
+    A query times its keys' scales is rounded by half a step, 1 / 32639 of its largest number: a logit then errs by that
+    times the sum of the token's codes, an attention by twice the largest such error, relative to itself. A weight
+    times its value's scale is rounded by half of 1 / 65535 of the largest of its tile.
+    """
+    query, bias = x["query"].astype(np.float64) * scale, x["store_bias"].astype(np.float64)
+    batch, heads, queries, dim = query.shape
+    kv_heads, slots = bias.shape[1:]
+    query = query.reshape(batch, kv_heads, -1, dim)
+    both = [_codes_and_scales(x, name, width, dim) for name, width in zip(("key", "value"), bits, strict=True)]
+    codes, scales = zip(*both, strict=True)
+    largest = np.abs(query[..., None, :] * scales[0][:, :, None]).max(-1)  # [batch, kv_heads, rows, slots]
+    error = (largest / 32639 / 2 * np.abs(codes[0]).sum(-1)[:, :, None]).max(-1, initial=0)
+    logits = query @ (codes[0] * scales[0]).swapaxes(-1, -2) + np.maximum(bias, -1e4)[:, :, None]
+    in_window = query @ x["key_window"].astype(np.float64).swapaxes(-1, -2)
+    window_bias = np.maximum(x["window_bias"].astype(np.float64), -1e4)
+    in_window += np.tile(window_bias[:, None], (1, 1, heads // kv_heads, 1))
+    every = np.exp(np.concatenate([logits, in_window], -1) - np.concatenate([logits, in_window], -1).max(-1)[..., None])
+    every /= every.sum(-1, keepdims=True)
+    attention, values = every[..., :slots], np.abs(codes[1] * scales[1])
+    relative = np.expm1(2 * error)
+    output = relative[..., None] * (every @ np.concatenate([values, np.abs(x["value_window"].astype(np.float64))], 2))
+    for start in range(0, slots, TILE):
+        tile = slice(start, start + TILE)
+        top = (attention[..., tile, None] * np.abs(scales[1])[:, :, None, tile]).max(-2)
+        output += top / 65535 / 2 * np.abs(codes[1])[:, :, None, tile].sum(-2)
+    mass = (every * relative[..., None]).reshape(batch, kv_heads, -1, queries, every.shape[-1]).mean(2).sum(2)
+    return [output.reshape(x["query"].shape), mass[..., :slots], mass[..., slots:]]
+
+
+def _codes_and_scales(x: dict[str, np.ndarray], name: str, bits: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both [batch, kv_heads, slots, head_dim]."""
+    codes = x[f"{name}_store"]
+    if bits == 4:
+        codes = np.concatenate([(codes & 15) - 8, codes >> 4], -1)[..., :dim]
+    scales = x[f"{name}_scale"].astype(np.float64)
+    for axis in (2, 3):
+        if scales.shape[axis]:
+            each = -(-codes.shape[axis] // scales.shape[axis])
+            scales = np.repeat(scales, each, axis).take(np.arange(codes.shape[axis]), axis)
+    return codes.astype(np.float64), np.broadcast_to(scales, codes.shape)

@@ -20,15 +20,15 @@ namespace {
 constexpr float LOWEST = -1e4f;    // masks are finite, so that a fully masked row stays finite
 constexpr float NOTHING = -3e38f;  // below every logit
 
-// exp of numbers up to 0: 2^n times a Taylor series of the rest, at most ln(2) / 2 from 0; exactly 0 below -88.
-INLINE Vec exponential(Vec x) {
-    x = maximum(fill(-88.f), x);
-    const Vec n = nearest(x * fill(1.44269504f));
-    const Vec r = fma(n, fill(2.12194440e-4f), fma(n, fill(-0.693359375f), x));  // ln(2) in two parts
-    Vec series = fill(1.f / 5040);
-    constexpr float terms[] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f};
-    for (float term : terms) series = fma(series, r, fill(term));
-    return scale(series, n);  // 2^-127 is 0 there
+// 2^x, of numbers up to 0: 2^n for the nearest whole number, times a polynomial of the rest, off by 1.6e-7 at most;
+// exactly 0 below -150.
+INLINE Vec power_of_two(Vec x) {
+    x = maximum(fill(-160.f), x);
+    const Vec n = nearest(x), rest = x - n;
+    Vec series = fill(0.001326472731f);
+    constexpr float terms[] = {0.009671512991f, 0.05550733581f, 0.2402224243f, 0.6931470037f, 1.f};
+    for (float term : terms) series = fma(series, rest, fill(term));
+    return scale(series, n);
 }
 
 // Logits [N, TILE] of N query rows and the keys of tokens first .. last - 1.
@@ -87,17 +87,29 @@ INLINE void mix_columns(const float* const (&weights)[2], const Source& values, 
     for (; d < last; d += LANES) mix<N, 1>(weights, values, tokens, d, shrink, width, output);
 }
 
-template <int N>
-struct Count {
-    static constexpr int value = N;
-};
+// Logits [rows, TILE].
+template <class Source>
+INLINE void all_logits(const Queries& queries, int64_t rows, const Source& keys, int64_t first, int64_t last,
+                       float* out) {
+    in_passes<ROWS>(rows, [&](auto n, int64_t r) { logits<n.value>(queries, r, keys, first, last, out + r * TILE); });
+}
 
-// Calls pass(Count<N>, first row) for all rows, N at a time, and for those left.
-template <int N, class Pass>
-INLINE void in_passes(int64_t rows, const Pass& pass, int64_t first = 0) {
-    for (; first + N <= rows; first += N) pass(Count<N>{}, first);
-    if constexpr (N > 1)
-        if (first < rows) in_passes<N - 1>(rows, pass, first);
+// output [rows, columns first .. last - 1] = output * shrink[rows] + (weights * by) @ values. `by`: of the tokens, for
+// each of the source's parts; all 1, if not `scaled`. `factored`: room for the products.
+template <class Source>
+INLINE void mix_all(const float* weights, bool scaled, const float* const (&by)[2], float* const (&factored)[2],
+                    int64_t rows, const Source& values, int64_t tokens, int64_t first, int64_t last,
+                    const float* shrink, int64_t width, float* output) {
+    const float* of[2] = {weights, weights};
+    for (int e = 0; scaled && e < Source::EACH; e++) {
+        of[e] = e && by[e] == by[0] ? of[0] : factored[e];
+        for (int64_t i = 0; of[e] == factored[e] && i < rows * TILE; i += LANES)
+            store(factored[e] + i, load(weights + i) * load(by[e] + i % TILE));
+    }
+    in_passes<ROWS>(rows, [&](auto n, int64_t r) {
+        const float* const of_row[2] = {of[0] + r * TILE, of[1] + r * TILE};
+        mix_columns<n.value>(of_row, values, tokens, first, last, shrink + r, width, output + r * width);
+    });
 }
 
 // Keys: into the query, for every block of tokens; into the logits; or into the unpacked rows.
@@ -137,11 +149,14 @@ INLINE void with_rows(const Rows& rows, Scales scales, int64_t readers, int64_t 
 
 // Logits [rows, TILE] -> weights relative to the largest logit of their row so far. `bias`: of row r % biases.
 // `totals`: of earlier weights, [rows, LANES]. `shrink`: what all earlier sums of a row are scaled by. In two loops, so
-// that rows do not wait for one another.
+// that rows do not wait for one another. Asks for so many lines of memory on the way, evenly: memory is busy then too.
 INLINE void online_softmax(const float* factors, const float* bias, int64_t biases, int64_t tokens, int64_t rows,
-                           float* weights, float* largest, float* totals, float* shrink) {
+                           float* weights, float* largest, float* totals, float* shrink, const int8_t* ask,
+                           int64_t lines) {
+    const int64_t each = (lines + 2 * rows - 1) / (2 * rows);
     for (int64_t r = 0, query = 0; r < rows; r++, query = query + 1 < biases ? query + 1 : 0) {
         float *row = weights + r * TILE, before = largest[r];
+        for (int64_t i = 0; i < each; i++, ask += 64) __builtin_prefetch(ask);
         const float* of_row = bias + query * TILE;
         for (int64_t t = tokens; t < TILE; t++) row[t] = 0;  // and a bias that leaves nothing of them
         Vec most = fill(before);
@@ -155,8 +170,9 @@ INLINE void online_softmax(const float* factors, const float* bias, int64_t bias
     }
     for (int64_t r = 0; r < rows; r++) {
         Vec sum = load(totals + r * LANES) * fill(shrink[r]);
+        for (int64_t i = 0; i < each; i++, ask += 64) __builtin_prefetch(ask);
         for (int64_t t = 0; t < TILE; t += LANES) {
-            const Vec weight = exponential(load(weights + r * TILE + t) - fill(largest[r]));
+            const Vec weight = power_of_two((load(weights + r * TILE + t) - fill(largest[r])) * fill(1.44269504f));
             store(weights + r * TILE + t, weight);
             sum = sum + weight;
         }
@@ -187,10 +203,12 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
     const int64_t biases = window ? a.queries : 1;  // of a token: the window has one for each query
 
     Scratch scratch{memory};
-    float *query = scratch.take(rows * width), *scaled = scratch.take(rows * width), *tile = scratch.take(TILE * width);
+    float *query = scratch.take(rows * width), *tile = scratch.take(TILE * width);
     float *by = scratch.take(width), *shrink = scratch.take(rows), *room = scratch.take(TILE * width);
-    float *factors = scratch.take(TILE), *shared = scratch.take(TILE), *bias = scratch.take(biases * TILE);
+    float *factors = scratch.take(TILE), *bias = scratch.take(biases * TILE);
     float* const unkept = scratch.take(rows * TILE);
+    float* const shared[2] = {scratch.take(TILE), scratch.take(TILE)};
+    float* const ones = scratch.take(TILE);
     float* const factored[2] = {scratch.take(rows * TILE), scratch.take(rows * TILE)};
     float *output = job.output + state * width, *largest = job.largest + state;
     float *totals = scratch.take(rows * LANES), *total = job.total + state;
@@ -205,9 +223,9 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
         store(totals + r * LANES, fill(0));
     }
     const bool taken = QueryRows::takes(keys, key_scales);
-    if (key_scales != Scales::folded) queries.set(query, rows, taken);
+    if (key_scales != Scales::folded) queries.set(query, nullptr, rows, taken);
     for (int64_t d = 0; d < width; d++) by[d] = 0;
-    for (int64_t t = 0; t < TILE; t++) factors[t] = shared[t] = 1;
+    for (int64_t t = 0; t < TILE; t++) factors[t] = ones[t] = shared[0][t] = shared[1][t] = 1;
 
     if (!QueryRows::SIGNED_WEIGHTS && value_scales == Scales::factors && begin < end &&
         values.smallest_scale(begin, end - begin, room) < 0)
@@ -226,15 +244,10 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
                     last = least(tokens, (block + 1) * keys.tokens_each - start);
                     if (block != in_query) {
                         keys.channel_scales(in_query = block, by);
-                        for (int64_t r = 0; r < rows; r++)
-                            for (int64_t d = 0; d < width; d += LANES)
-                                store(scaled + r * width + d, load(query + r * width + d) * load(by + d));
-                        queries.set(scaled, rows, taken);
+                        queries.set(query, by, rows, taken);
                     }
                 }
-                in_passes<ROWS>(rows, [&](auto n, int64_t r) {
-                    logits<n.value>(queries, r, source, first, last, weights + r * TILE);
-                });
+                all_logits(queries, rows, source, first, last, weights);
             }
         });
         if (key_scales == Scales::factors) {
@@ -252,7 +265,9 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
             for (int64_t t = 0; t < TILE; t += LANES) store(of + t, maximum(fill(LOWEST), load(of + t)));
             for (int64_t t = tokens; t < TILE; t++) of[t] = NOTHING;
         }
-        online_softmax(factors, bias, biases, tokens, rows, weights, largest, totals, shrink);
+        const int64_t ahead = QueryRows::takes(values, value_scales) ? TILE * values.bytes / 64 / 2 : 0;
+        online_softmax(factors, bias, biases, tokens, rows, weights, largest, totals, shrink,
+                       values.codes + (ahead ? (start + TILE) * values.bytes : 0), ahead);
         if (job.weights) memcpy(job.tops + tile_number * rows, largest, rows * sizeof(float));
 
         if (value_scales == Scales::factors) values.load_scales(start, tokens, room);
@@ -261,23 +276,16 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
             const int64_t run = values.channels_each > source.least_run() ? values.channels_each : source.least_run();
             const int64_t each = by_weight && values.channel_blocks > 1 ? run : source.half;
             for (int64_t first = 0; first < source.half; first += each) {
-                const float* of[2] = {weights, weights};
-                int64_t of_channels = -1;
+                const float* scales[2] = {ones, ones};
                 for (int e = 0; by_weight && e < source.EACH; e++) {
                     const int64_t block = source.channel(first, e) / values.channels_each;
-                    of[e] = e ? of[e - 1] : of[e];
-                    if (block == of_channels) continue;
-                    values.of_tokens(room, start, tokens, of_channels = block, shared);
-                    for (int64_t r = 0; r < rows; r++)
-                        for (int64_t t = 0; t < TILE; t += LANES)
-                            store(factored[e] + r * TILE + t, load(weights + r * TILE + t) * load(shared + t));
-                    of[e] = factored[e];
+                    scales[e] = shared[0];
+                    if (e && block == source.channel(first, 0) / values.channels_each) continue;
+                    values.of_tokens(room, start, tokens, block, shared[e]);
+                    scales[e] = shared[e];
                 }
-                in_passes<ROWS>(rows, [&](auto n, int64_t r) {
-                    const float* const of_row[2] = {of[0] + r * TILE, of[1] + r * TILE};
-                    mix_columns<n.value>(of_row, source, tokens, first, least(first + each, source.half), shrink + r,
-                                         width, output + r * width);
-                });
+                mix_all(weights, by_weight, scales, factored, rows, source, tokens, first,
+                        least(first + each, source.half), shrink, width, output);
             }
         });
     }

@@ -16,8 +16,10 @@ INLINE const void* at(const void* numbers, int64_t type, int64_t index) {
     return static_cast<const char*>(numbers) + index * (type == UNICACHE_FLOAT16 ? 2 : 4);
 }
 
+// Asks for as many numbers behind these: scales and biases are read a tile at a time, as codes are.
 void widen(const void* numbers, int64_t type, int64_t first, int64_t count, float* out) {
-    const void* from = at(numbers, type, first);
+    const void *from = at(numbers, type, first), *end = at(from, type, count), *next = at(end, type, count);
+    for (const char* line = static_cast<const char*>(end); line < next; line += 64) __builtin_prefetch(line);
     if (type == UNICACHE_FLOAT32) {
         memcpy(out, from, count * sizeof(float));
         return;
@@ -91,7 +93,13 @@ struct Rows {
     void of_tokens(const float* loaded, int64_t start, int64_t tokens, int64_t block, float* out) const {
         loaded += block;
         if (tokens_each == 1) {
-            for (int64_t t = 0; t < tokens; t++) out[t] = loaded[t * channel_blocks];
+            // Strides that a compiler knows it reads in vectors.
+            if (channel_blocks == 1)
+                memcpy(out, loaded, tokens * sizeof(float));
+            else if (channel_blocks == 2)
+                for (int64_t t = 0; t < tokens; t++) out[t] = loaded[2 * t];
+            else
+                for (int64_t t = 0; t < tokens; t++) out[t] = loaded[t * channel_blocks];
             return;
         }
         for (int64_t t = 0, left = tokens_each - start % tokens_each; t < tokens; t++, left--) {
@@ -129,16 +137,36 @@ struct Queries {
     static constexpr bool SIGNED_WEIGHTS = true;  // what this path takes, of codes
     const float* rows;
     int64_t width;
+    float* scaled;
 
-    static int64_t room(int64_t, int64_t) { return 0; }  // floats of memory
-    Queries(float*, int64_t, int64_t width) : rows(nullptr), width(width) {}
-    void set(const float* floats, int64_t, bool) { rows = floats; }
+    static int64_t room(int64_t rows, int64_t width) { return rows * width; }  // floats of memory
+    Queries(float* memory, int64_t, int64_t width) : rows(nullptr), width(width), scaled(memory) {}
+    // `by`: factors of the channels, or null.
+    void set(const float* queries, const float* by, int64_t count, bool) {
+        rows = by ? scaled : queries;
+        for (int64_t r = 0; by && r < count * width; r += width)
+            for (int64_t d = 0; d < width; d += LANES)
+                store(scaled + r + d, load(queries + r + d) * load(by + d));
+    }
 
     // Whether a path has a way of its own to read such codes, and that.
     static constexpr bool takes(const Rows&, Scales) { return false; }
     template <class F>
     static void with_blocks(const Rows&, int64_t, const F&) {}
 };
+
+template <int N>
+struct Count {
+    static constexpr int value = N;
+};
+
+// Calls pass(Count<N>, first row) for all rows, N at a time, and for those left.
+template <int N, class Pass>
+INLINE void in_passes(int64_t rows, const Pass& pass, int64_t first = 0) {
+    for (; first + N <= rows; first += N) pass(Count<N>{}, first);
+    if constexpr (N > 1)
+        if (first < rows) in_passes<N - 1>(rows, pass, first);
+}
 
 // Asks for rows a tile behind these: codes come from memory that no cache holds, in a model of many layers, and a
 // processor that fetches on its own stops at every page.

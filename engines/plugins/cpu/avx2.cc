@@ -17,8 +17,8 @@ INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 INLINE Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Vec scale(Vec x, Vec n) {
-    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-    return x * _mm256_castsi256_ps(power);
+    const __m256i power = _mm256_max_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), __m256i{});
+    return x * _mm256_castsi256_ps(_mm256_slli_epi32(power, 23));
 }
 INLINE float top(Vec x) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

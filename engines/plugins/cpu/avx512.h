@@ -16,10 +16,7 @@ INLINE Vec fill(float x) { return _mm512_set1_ps(x); }
 INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 INLINE Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
-INLINE Vec scale(Vec x, Vec n) {
-    const __m512i power = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
-    return x * _mm512_castsi512_ps(power);
-}
+INLINE Vec scale(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
 INLINE float top(Vec x) { return _mm512_reduce_max_ps(x); }
 
 // Of every quarter of a, b, c and d one sum: quarter q of the result holds those of quarter q.

@@ -1,112 +1,34 @@
-// The path for AVX-512 with VNNI: codes of whole blocks of 64 channels are multiplied as the bytes that they are.
+// The path for AVX-512 with VNNI: codes are multiplied as the bytes that they are, four at a time in each lane, and
+// never become floats.
 //
-// Queries and weights become whole numbers of 24 bits, as exact as floats of the largest among them, in three bytes
-// each: four products of a byte and a code are one instruction, and a code is never turned into a float. The four codes
-// in a lane are four channels of a token for the logits, and four tokens of a channel for the output.
+// Queries, times their keys' scales, and weights, times their values', become whole numbers of DIGITS bytes, of which
+// the largest of a row is the largest there is: of 16 bits, signed and unsigned. So a logit is off by at most 2^-16 of
+// the row's largest number times the sum of the token's codes, and a tile's part of the output by 2^-17 of the tile's
+// largest weight times the sum of its codes: less than 1 / 100 of what the codes' own rounding to 8 bits may take.
+// tests/engines/attention_inputs.py states it (`rounding`).
 #if defined(__x86_64__)
-#include "avx512.h"
-
-#include "attention_rows.h"
+#include "vnni.h"
 
 namespace {
-
-typedef __m512i Bytes;
-typedef int32_t Sums __attribute__((vector_size(64)));          // not __m512i, arrays of which GCC keeps in memory
-constexpr int DIGITS = 3;                                       // bytes of a number, the lowest first
-constexpr int BLOCK = 64;                                       // channels
-constexpr float LEAST = 1e-30f;                                 // of a row's largest number: its inverse is finite
-constexpr float SIGNED_TOP = 8323000, UNSIGNED_TOP = 16777000;  // a little less than fits, for the rounding
-
-INLINE Sums dot(Sums sum, Bytes unsigned_bytes, Bytes signed_bytes) {
-    return (Sums)_mm512_dpbusd_epi32((Bytes)sum, unsigned_bytes, signed_bytes);
-}
-INLINE Vec floats(Sums x) { return _mm512_cvtepi32_ps((Bytes)x); }
-INLINE Vec value_of(Sums low, Sums middle, Sums high) {
-    return fma(fma(floats(high), fill(256), floats(middle)), fill(256), floats(low));
-}
-INLINE Bytes load_bytes(const void* from) { return _mm512_loadu_si512(from); }
-// The lowest byte of every lane.
-INLINE void store16(void* to, Sums lanes) {
-    _mm_storeu_si128(static_cast<__m128i*>(to), _mm512_cvtepi32_epi8((Bytes)lanes));
-}
-
-// Rows of codes, a block of channels at a time. Of 4 bits, 64 channels are the low and the high halves of 32 bytes; of
-// more, a block is the low or the high halves of 64.
-enum Kind { EIGHT_BITS, FOUR_BITS_OF_64, FOUR_BITS };
-
-template <Kind KIND>
-struct Blocks {
-    static constexpr int EACH = 2;  // halves of a block: they may have weights of their own
-    static constexpr int OFFSET = KIND == EIGHT_BITS ? 128 : 8;
-    const int8_t* rows;
-    int64_t bytes, half;  // of a row, and its channels
-    static constexpr int64_t least_run() { return BLOCK; }
-    static constexpr int64_t channel(int64_t first, int part) { return first + part * BLOCK / 2; }
-
-    // Codes of channels from 64 b, larger by OFFSET, so that they are unsigned.
-    INLINE Bytes get(const int8_t* row, int64_t b) const {
-        if constexpr (KIND == EIGHT_BITS) return _mm512_xor_si512(load_bytes(row + b * BLOCK), _mm512_set1_epi8(-128));
-        const Bytes nibble = _mm512_set1_epi8(15);
-        if constexpr (KIND == FOUR_BITS_OF_64) {
-            const Bytes both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
-            const Bytes high = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi8(-1), 1);
-            const Bytes x = _mm512_srlv_epi64(both, _mm512_and_si512(high, _mm512_set1_epi64(4)));
-            return _mm512_xor_si512(_mm512_and_si512(x, nibble), _mm512_and_si512(high, _mm512_set1_epi8(8)));
-        }
-        const bool high = b * BLOCK >= bytes;
-        const Bytes x =
-            _mm512_srl_epi64(load_bytes(row + (b * BLOCK - (high ? bytes : 0))), _mm_cvtsi32_si128(high ? 4 : 0));
-        return _mm512_xor_si512(_mm512_and_si512(x, nibble), _mm512_set1_epi8(high ? 8 : 0));
-    }
-};
-
-// Lane i of the result: all lanes of x[i] put together.
-template <class T, class F>
-INLINE T fold(const T (&x)[4], const F& f) {
-    const auto low = [](T a, T b) INLINED { return (T)_mm512_unpacklo_epi32((Bytes)a, (Bytes)b); };
-    const auto high = [](T a, T b) INLINED { return (T)_mm512_unpackhi_epi32((Bytes)a, (Bytes)b); };
-    const Bytes ab = (Bytes)f(low(x[0], x[1]), high(x[0], x[1])), cd = (Bytes)f(low(x[2], x[3]), high(x[2], x[3]));
-    T all = f((T)_mm512_unpacklo_epi64(ab, cd), (T)_mm512_unpackhi_epi64(ab, cd));
-    all = f(all, (T)_mm512_shuffle_i32x4((Bytes)all, (Bytes)all, 0x4e));
-    return f(all, (T)_mm512_shuffle_i32x4((Bytes)all, (Bytes)all, 0xb1));
-}
-
-// The largest of each row in a lane, without its sign; NaN for a row with a number that is not finite: bits of such are
-// above those of all others, compared as whole numbers.
-INLINE Vec largest_of(const float* rows, int64_t many, int64_t width, int64_t numbers) {
-    const auto larger = [](Sums a, Sums b) INLINED { return (Sums)_mm512_max_epi32((Bytes)a, (Bytes)b); };
-    Sums most[4];
-    for (int64_t r = 0; r < 4; r++) {
-        most[r] = (Sums)fill(LEAST);
-        for (int64_t i = 0; r < many && i < numbers; i += LANES)
-            most[r] = larger(most[r], (Sums)_mm512_abs_ps(load(rows + r * width + i)));
-    }
-    const Vec largest = (Vec)fold<Sums>(most, larger);
-    return fma(largest, fill(0), largest);
-}
-
-// So many rows; where fewer are left, a copy of those, with anything behind.
-template <int MANY>
-struct Whole {
-    int8_t copy[MANY * MOST_CHANNELS];
-    INLINE const int8_t* at(const int8_t* rows, int64_t left, int64_t bytes) {
-        return left >= MANY ? rows : static_cast<const int8_t*>(memcpy(copy, rows, left * bytes));
-    }
-};
 
 // Query rows, also as signed digits.
 struct Digits : Queries {
     static constexpr bool SIGNED_WEIGHTS = false;
-    int8_t* bytes;  // [rows, DIGITS, width]
-    float* step;    // [rows]
-    int32_t* sums;  // [rows, DIGITS]
+    Bytes* digits;        // [rows, blocks, DIGITS, 4]: in quarter i of the j-th channels 16 i + 4 j .. + 3, four times
+    float* step;          // [rows]
+    int32_t* offset;      // [rows]: what a product with codes larger by 128 has too much
+    int64_t blocks;
+    Sums (*products)[4];  // [rows]: of the blocks so far
 
-    static int64_t room(int64_t rows, int64_t width) { return rows * (width + 4); }
+    static int64_t room(int64_t rows, int64_t width) { return rows * (3 * width + 66); }
     Digits(float* memory, int64_t rows, int64_t width)
-        : Queries(nullptr, rows, width),
-          bytes(reinterpret_cast<int8_t*>(memory)),
-          step(memory + rows * width),
-          sums(reinterpret_cast<int32_t*>(step + rows)) {}
+        : Queries(memory, rows, width),
+          digits(reinterpret_cast<Bytes*>(memory + rows * width)),
+          step(memory + rows * (3 * width + 64)),
+          offset(reinterpret_cast<int32_t*>(step + rows)),
+          blocks(width / BLOCK),
+          products(reinterpret_cast<Sums(*)[4]>(memory + 3 * rows * width)) {}
+    INLINE Bytes* of(int64_t row, int64_t block) const { return digits + (row * blocks + block) * DIGITS * 4; }
 
     template <class F>
     static void with_blocks(const Rows& rows, int64_t start, const F& f) {
@@ -120,8 +42,6 @@ struct Digits : Queries {
     }
     static bool takes(const Rows& rows, Scales scales) {
         if (!rows.codes || scales == Scales::unpacked || rows.head_dim > MOST_CHANNELS) return false;
-        // Digits of a query that are of use for a few tokens only take longer than they save.
-        if (scales == Scales::folded && rows.token_blocks > 1 && rows.tokens_each < TILE) return false;
         const bool whole = rows.head_dim == BLOCK || rows.head_dim % (rows.bits == 8 ? BLOCK : 2 * BLOCK) == 0;
         const int64_t each = rows.channels_each;
         return whole &&
@@ -129,204 +49,259 @@ struct Digits : Queries {
     }
 
     // Four rows at a time, so that what is one number a row takes as many steps as one row would.
-    void set(const float* queries, int64_t count, bool taken) {
-        rows = queries;
-        if (!taken) return;
-        for (int64_t first = 0; first < count; first += 4) {
-            const int64_t some = least(4, count - first);
-            float largest[LANES], inverse[LANES];
-            const Vec tops = largest_of(queries + first * width, some, width, width);
-            store(largest, tops * fill(1 / SIGNED_TOP)), store(inverse, fill(SIGNED_TOP) / tops);
-            Sums sum[DIGITS][4] = {};
-            for (int64_t r = 0; r < some; r++) {
-                const float* row = queries + (first + r) * width;
-                int8_t *low = bytes + (first + r) * DIGITS * width, *middle = low + width, *high = middle + width;
-                Sums of_all = {}, of_above = {}, of_top = {};
-                for (int64_t d = 0; d < width; d += LANES) {
-                    const Sums all = (Sums)_mm512_cvtps_epi32(load(row + d) * fill(inverse[r]));
-                    const Sums above = (all + 128) >> 8, top = (above + 128) >> 8;  // each digit is from -128 to 127
-                    store16(low + d, all), store16(middle + d, above), store16(high + d, top);
-                    of_all += all, of_above += above, of_top += top;
-                }
-                sum[0][r] = of_all - (of_above << 8), sum[1][r] = of_above - (of_top << 8), sum[2][r] = of_top;
-                step[first + r] = largest[r];
-            }
-            for (int k = 0; k < DIGITS; k++) {
-                const Sums of_rows = fold<Sums>(sum[k], [](Sums a, Sums b) INLINED { return a + b; });
-                for (int64_t r = 0; r < some; r++) sums[(first + r) * DIGITS + k] = of_rows[r];
-            }
-        }
+    void set(const float* queries, const float* by, int64_t count, bool taken) {
+        if (!taken) return Queries::set(queries, by, count, taken);
+        in_passes<4>(count, [&](auto n, int64_t first) {
+            constexpr int N = n.value;
+            const float* const row = queries + first * width;
+            const auto scaled = [&](int64_t r, int64_t d) INLINED {
+                return by ? load(row + r * width + d) * load(by + d) : load(row + r * width + d);
+            };
+            Sums most[4] = {}, of_rows[4] = {};
+            for (int64_t d = 0; d < width; d += LANES)
+                repeat<N>([&](auto r) INLINED { most[r] = larger(most[r], (Sums)_mm512_abs_ps(scaled(r, d))); });
+            const Vec tops = finite_or_nan(fold<Sums>(most, larger)), inverse = fill(SIGNED_TOP) / tops;
+            const Bytes one = _mm512_set1_epi16(1), half = _mm512_set1_epi16(128), even = _mm512_set1_epi16(255);
+            for (int64_t b = 0; b < blocks; b++)
+                repeat<N>([&](auto r) INLINED {
+                    Bytes x[4];
+                    repeat<4>([&](auto i) INLINED {
+                        x[i] = _mm512_cvtps_epi32(scaled(r, b * BLOCK + i * LANES) * of_four<r>(inverse));
+                    });
+                    const Bytes ab = _mm512_packs_epi32(x[0], x[1]), cd = _mm512_packs_epi32(x[2], x[3]);
+                    of_rows[r] = (Sums)_mm512_dpwssd_epi32(_mm512_dpwssd_epi32((Bytes)of_rows[r], ab, one), cd, one);
+                    // Each digit is from -128 to 127.
+                    const auto above = [&](Bytes y) INLINED { return _mm512_srai_epi16(_mm512_add_epi16(y, half), 8); };
+                    const Bytes low = in_order(_mm512_packus_epi16(ab & even, cd & even));
+                    const Bytes high = in_order(_mm512_packs_epi16(above(ab), above(cd)));
+                    Bytes* const to = of(first + r, b);
+                    repeat<4>([&](auto j) INLINED {
+                        constexpr auto dword = static_cast<_MM_PERM_ENUM>(j * 0x55);
+                        to[j] = _mm512_shuffle_epi32(low, dword), to[4 + j] = _mm512_shuffle_epi32(high, dword);
+                    });
+                });
+            const Sums sums = fold<Sums>(of_rows, [](Sums a, Sums b) INLINED { return a + b; });
+            store_four<N>(step + first, tops * fill(1 / SIGNED_TOP));
+            store_four<N>(offset + first, sums << 7);
+        });
     }
 };
 
-INLINE Bytes everywhere(const void* four) {
-    int32_t bits;
-    memcpy(&bits, four, sizeof bits);
-    return _mm512_set1_epi32(bits);
+// Quarters of a and b, neighbours added.
+INLINE Sums pairs(Sums a, Sums b) {
+    const Bytes even = _mm512_shuffle_i32x4((Bytes)a, (Bytes)b, 0x88);
+    return (Sums)even + (Sums)_mm512_shuffle_i32x4((Bytes)a, (Bytes)b, 0xdd);
 }
 
-// Quarters of four vectors, transposed.
-INLINE void transpose_quarters(const Bytes (&x)[4], Bytes (&out)[4]) {
-    const Bytes ab = _mm512_shuffle_i32x4(x[0], x[1], 0x44), ab_high = _mm512_shuffle_i32x4(x[0], x[1], 0xee);
-    const Bytes cd = _mm512_shuffle_i32x4(x[2], x[3], 0x44), cd_high = _mm512_shuffle_i32x4(x[2], x[3], 0xee);
-    out[0] = _mm512_shuffle_i32x4(ab, cd, 0x88), out[1] = _mm512_shuffle_i32x4(ab, cd, 0xdd);
-    out[2] = _mm512_shuffle_i32x4(ab_high, cd_high, 0x88), out[3] = _mm512_shuffle_i32x4(ab_high, cd_high, 0xdd);
-}
-
-// Block `b` of 16 tokens' keys, transposed: [i] is four channels, a lane a token.
+// The keys of 16 tokens stay in registers, and two rows of queries have as many sums as there are registers for.
 template <Kind KIND>
-INLINE void by_token(const Blocks<KIND>& keys, const int8_t* rows, int64_t b, Bytes* out) {
-    Bytes dwords[4][4];  // [j][group]: of four tokens the dwords 4 i + j, for a quarter i
-    repeat<4>([&](auto group) INLINED {
-        const int8_t* first = rows + 4 * group * keys.bytes;
-        const Bytes x = keys.get(first, b), y = keys.get(first + keys.bytes, b);
-        const Bytes z = keys.get(first + 2 * keys.bytes, b), w = keys.get(first + 3 * keys.bytes, b);
-        const Bytes xy = _mm512_unpacklo_epi32(x, y), xy_high = _mm512_unpackhi_epi32(x, y);
-        const Bytes zw = _mm512_unpacklo_epi32(z, w), zw_high = _mm512_unpackhi_epi32(z, w);
-        dwords[0][group] = _mm512_unpacklo_epi64(xy, zw), dwords[1][group] = _mm512_unpackhi_epi64(xy, zw);
-        dwords[2][group] = _mm512_unpacklo_epi64(xy_high, zw_high),
-        dwords[3][group] = _mm512_unpackhi_epi64(xy_high, zw_high);
-    });
-    repeat<4>([&](auto j) INLINED {
-        Bytes of_tokens[4];
-        transpose_quarters(dwords[j], of_tokens);
-        repeat<4>([&](auto i) INLINED { out[4 * i + j] = of_tokens[i]; });
-    });
+INLINE void all_logits(const Digits& queries, int64_t rows, const Blocks<KIND>& keys, int64_t first, int64_t last,
+                       float* out) {
+    Whole<16> whole;
+    for (int64_t t = first; t < last; t += 16) {
+        const int8_t* const row = whole.at(keys.rows + t * keys.bytes, last - t, keys.bytes);
+        for (int64_t b = 0; b < queries.blocks; b++) {
+            Bytes key[4][4];
+            keys.keys(row, b, keys.rows + (t + TILE) * keys.bytes, key);
+            in_passes<2>(rows, [&](auto n, int64_t r) INLINED {
+                constexpr int N = n.value;
+                Sums sum[N][4] = {};
+                const auto add_digit = [&](auto digit) INLINED {
+                    repeat<4>([&](auto j) INLINED {
+                        repeat<N>([&](auto i) INLINED {
+                            const Bytes query = queries.of(r + i, b)[4 * digit + j];
+                            repeat<4>([&](auto g) INLINED { sum[i][g] = dot(sum[i][g], key[g][j], query); });
+                        });
+                    });
+                };
+                add_digit(std::integral_constant<int, 1>{});
+                repeat<N>([&](auto i) INLINED { repeat<4>([&](auto g) INLINED { sum[i][g] = sum[i][g] << 8; }); });
+                add_digit(std::integral_constant<int, 0>{});
+                repeat<N>([&](auto i) INLINED {
+                    Sums* const before = queries.products[r + i];
+                    if (b > 0) repeat<4>([&](auto g) INLINED { sum[i][g] += before[g]; });
+                    if (b + 1 < queries.blocks) {
+                        repeat<4>([&](auto g) INLINED { before[g] = sum[i][g]; });
+                    } else {
+                        const Sums all = pairs(pairs(sum[i][0], sum[i][1]), pairs(sum[i][2], sum[i][3]));
+                        store(out + (r + i) * TILE + t,
+                              floats(all - queries.offset[r + i]) * fill(queries.step[r + i] * keys.UNIT));
+                    }
+                });
+            });
+        }
+    }
 }
 
-// Logits of N query rows and 32 keys, of which those from `in_tile` on are not kept.
-template <int N>
-INLINE void multiply(const Digits& queries, int64_t row, const Bytes (&keys)[2][MOST_CHANNELS / 4], int offset,
-                     int64_t in_tile, float* out) {
-    const int64_t width = queries.width;
-    const int8_t* digits = queries.bytes + row * DIGITS * width;
-    Sums sum[N][DIGITS][2];
-    repeat<N>([&](auto n) INLINED {
-        repeat<DIGITS>([&](auto k) INLINED {
-            sum[n][k][0] = sum[n][k][1] = Sums{} - offset * queries.sums[(row + n) * DIGITS + k];
+// A tile's weights as unsigned digits, each row of its own step: one scale of a store, be it of a masked token, leaves
+// the others as exact as they were. The digits of four tokens, or for 4 bits of every other of eight, are neighbours.
+struct Weights {
+    uint8_t digits[DIGITS][TILE];
+    float step;
+};
+
+// Of N rows of weights * by.
+template <int N, bool FOUR>
+INLINE void set(const float* weights, const float* by, Weights* out) {
+    const auto scaled = [&](int64_t r, int64_t t) INLINED { return load(weights + r * TILE + t) * load(by + t); };
+    Sums most[4] = {};
+    repeat<N>([&](auto r) INLINED {
+        repeat<TILE / LANES>([&](auto i) INLINED {
+            most[r] = larger(most[r], (Sums)_mm512_abs_ps(scaled(r, i * LANES)));
         });
     });
-    for (int64_t i = 0; i < width / 4; i++) {
-        const Bytes first = keys[0][i], second = keys[1][i];
-        repeat<N>([&](auto n) INLINED {
+    const Vec tops = finite_or_nan(fold<Sums>(most, larger)), inverse = fill(UNSIGNED_TOP) / tops;
+    const Vec steps = tops * fill(1 / UNSIGNED_TOP);
+    const Bytes even = _mm512_set1_epi16(255);
+    repeat<N>([&](auto r) INLINED {
+        out[r].step = steps[int{r}];
+        repeat<TILE / 64>([&](auto run) INLINED {
+            Bytes x[4];
+            repeat<4>([&](auto i) INLINED {
+                x[i] = _mm512_cvtps_epi32(scaled(r, 64 * run + i * LANES) * of_four<r>(inverse));
+            });
+            const Bytes ab = _mm512_packus_epi32(x[0], x[1]), cd = _mm512_packus_epi32(x[2], x[3]);
+            const Bytes low = _mm512_packus_epi16(ab & even, cd & even);
+            const Bytes high = _mm512_packus_epi16(_mm512_srli_epi16(ab, 8), _mm512_srli_epi16(cd, 8));
             repeat<DIGITS>([&](auto k) INLINED {
-                const Bytes query = everywhere(digits + (n * DIGITS + k) * width + 4 * i);
-                sum[n][k][0] = dot(sum[n][k][0], first, query);
-                sum[n][k][1] = dot(sum[n][k][1], second, query);
+                const Bytes alternate = _mm512_set4_epi32(0x0f0d0b09, 0x0e0c0a08, 0x07050301, 0x06040200);
+                const Bytes digits = in_order(k ? high : low);
+                _mm512_storeu_si512(out[r].digits[k] + 64 * run,
+                                    FOUR ? _mm512_shuffle_epi8(digits, alternate) : digits);
             });
         });
-    }
-    repeat<N>([&](auto n) INLINED {
-        repeat<2>([&](auto g) INLINED {
-            if (16 * g < in_tile)  // a run of tokens may start at any 16: what is behind the tile is another row's
-                store(out + n * TILE + 16 * g,
-                      value_of(sum[n][0][g], sum[n][1][g], sum[n][2][g]) * fill(queries.step[row + n]));
-        });
     });
 }
 
-template <int N, Kind KIND>
-INLINE void logits(const Digits& queries, int64_t row, const Blocks<KIND>& keys, int64_t first, int64_t last,
-                   float* out) {
-    Whole<32> whole;
-    for (int64_t t = first; t < last; t += 32) {
-        const int8_t* rows = whole.at(keys.rows + t * keys.bytes, last - t, keys.bytes);
-        if (row == 0) ask_ahead(keys.rows + t * keys.bytes, 32, keys.bytes);
-        Bytes of_tokens[2][MOST_CHANNELS / 4];
-        for (int64_t b = 0; b < queries.width / BLOCK; b++) {
-            by_token(keys, rows, b, of_tokens[0] + b * 16);
-            by_token(keys, rows + 16 * keys.bytes, b, of_tokens[1] + b * 16);
-        }
-        multiply<N>(queries, row, of_tokens, keys.OFFSET, TILE - t, out + t);
-    }
+INLINE Bytes everywhere(const uint8_t* from) {
+    int32_t bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return _mm512_set1_epi32(bytes);
 }
 
-// N rows of weights as unsigned digits, each of its own step: one scale of a store, be it of a masked token, leaves the
-// others as exact as they were.
-template <int N>
-struct Weights {
-    uint8_t digits[N][DIGITS][TILE];
-    float step[LANES], total[N];  // of all weights of a row, as they are in digits
+// output = output * shrink + x * step
+INLINE void add(float* output, float shrink, Bytes x, float step) {
+    store(output, fma(load(output), fill(shrink), floats((Sums)x) * fill(step)));
+}
 
-    INLINE void set(const float* weights) {
-        float inverses[LANES];
-        const Vec tops = largest_of(weights, N, TILE, TILE);
-        store(step, tops * fill(1 / UNSIGNED_TOP)), store(inverses, fill(UNSIGNED_TOP) / tops);
-        for (int n = 0; n < N; n++, weights += TILE) {
-            const Vec inverse = fill(inverses[n]);
-            Sums sum = {};
-            for (int64_t t = 0; t < TILE; t += LANES) {
-                const Sums all = (Sums)_mm512_cvtps_epi32(load(weights + t) * inverse);
-                store16(digits[n][0] + t, all), store16(digits[n][1] + t, all >> 8),
-                    store16(digits[n][2] + t, all >> 16);
-                sum += all;
-            }
-            total[n] = _mm512_reduce_add_ps(floats(sum)) * step[n];
+// output = output * shrink + weights @ values, for N rows and 64 channels from `first`. SAME: its halves have the same
+// weights.
+template <int N, bool SAME>
+INLINE void mix_run(const Weights* const (&weights)[2], const Blocks<EIGHT_BITS>& values, int64_t tokens, int64_t first,
+                    const float* shrink, int64_t width, float* output) {
+    Sums all[N][4];
+    repeat<2>([&](auto half) INLINED {  // of each quarter, the low or the high eight channels
+        Sums sum[N][DIGITS][2] = {};
+        Whole<4> four;
+        for (int64_t t = 0; t < tokens; t += 4) {
+            const int8_t* row = four.at(values.rows + t * values.bytes, tokens - t, values.bytes) + first;
+            const Bytes x = load_bytes(row), y = load_bytes(row + values.bytes);
+            const Bytes z = load_bytes(row + 2 * values.bytes), w = load_bytes(row + 3 * values.bytes);
+            const Bytes xy = half ? _mm512_unpackhi_epi8(x, y) : _mm512_unpacklo_epi8(x, y);
+            const Bytes zw = half ? _mm512_unpackhi_epi8(z, w) : _mm512_unpacklo_epi8(z, w);
+            const Bytes value[2] = {_mm512_unpacklo_epi16(xy, zw), _mm512_unpackhi_epi16(xy, zw)};
+            values.ask(t, 2 * first + 64 * half);
+            repeat<N>([&](auto n) INLINED {
+                repeat<DIGITS>([&](auto k) INLINED {
+                    Bytes weight = everywhere(weights[0][n].digits[k] + t);
+                    if constexpr (!SAME)
+                        weight = _mm512_mask_blend_epi32(0xff00, weight, everywhere(weights[1][n].digits[k] + t));
+                    repeat<2>([&](auto j) INLINED { sum[n][k][j] = dot(sum[n][k][j], weight, value[j]); });
+                });
+            });
         }
-    }
-};
+        repeat<N>([&](auto n) INLINED {
+            repeat<2>([&](auto j) INLINED { all[n][2 * half + j] = (sum[n][1][j] << 8) + sum[n][0][j]; });
+        });
+    });
+    repeat<N>([&](auto n) INLINED {
+        const Bytes a = (Bytes)all[n][0], b = (Bytes)all[n][1], c = (Bytes)all[n][2], d = (Bytes)all[n][3];
+        const Bytes ab = _mm512_shuffle_i32x4(a, b, 0x44), ab_high = _mm512_shuffle_i32x4(a, b, 0xee);
+        const Bytes cd = _mm512_shuffle_i32x4(c, d, 0x44), cd_high = _mm512_shuffle_i32x4(c, d, 0xee);
+        float* const to = output + n * width + first;
+        const float step = weights[0][n].step, step_high = weights[SAME ? 0 : 1][n].step;
+        add(to, shrink[n], _mm512_shuffle_i32x4(ab, cd, 0x88), step);
+        add(to + 16, shrink[n], _mm512_shuffle_i32x4(ab, cd, 0xdd), step);
+        add(to + 32, shrink[n], _mm512_shuffle_i32x4(ab_high, cd_high, 0x88), step_high);
+        add(to + 48, shrink[n], _mm512_shuffle_i32x4(ab_high, cd_high, 0xdd), step_high);
+    });
+}
 
-// output = output * shrink + weights @ values, for rows ROW .. ROW + N - 1 of the weights and a block of channels.
-// SAME: its halves have the same weights.
-template <int N, int ROW, bool SAME, int ROWS_OF, Kind KIND>
-INLINE void mix_block(const Weights<ROWS_OF> (&weights)[2], const Blocks<KIND>& values, int64_t tokens, int64_t b,
-                      const float* shrink, int64_t width, float* output) {
-    Sums sum[N][DIGITS][4] = {};
-    Whole<4> four;
-    // Codes of 8 bits as they are; those of 4 bits 8 too large, which the result makes up for.
-    const auto codes = [&](const int8_t* row) INLINED {
-        const Bytes code = values.get(row, b);
-        return KIND == EIGHT_BITS ? _mm512_xor_si512(code, _mm512_set1_epi8(-128)) : code;
-    };
-    for (int64_t t = 0; t < tokens; t += 4) {
-        const int8_t* rows = four.at(values.rows + t * values.bytes, tokens - t, values.bytes);
-        if (ROW == 0 && b == 0) ask_ahead(values.rows + t * values.bytes, 4, values.bytes);
-        const Bytes x = codes(rows), y = codes(rows + values.bytes);
-        const Bytes z = codes(rows + 2 * values.bytes), w = codes(rows + 3 * values.bytes);
+// The same of 32 channels of 4 bits, of which two rows are in a vector: even and odd tokens have their own.
+template <int N, Kind KIND, bool HIGH>
+INLINE void mix_half(const Weights* weights, const Blocks<KIND>& values, int64_t tokens, int64_t first,
+                     const float* shrink, int64_t width, float* output) {
+    Sums sum[N][DIGITS][2] = {};
+    Whole<8> eight;
+    const int64_t column = first - (HIGH ? values.bytes : 0);
+    const Bytes in_turn = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    for (int64_t t = 0; t < tokens; t += 8) {
+        const int8_t* row = eight.at(values.rows + t * values.bytes, tokens - t, values.bytes) + column;
+        const auto two = [&](int64_t from) INLINED {
+            const int8_t* at = row + from * values.bytes;
+            const Bytes both =
+                KIND == FOUR_BITS_OF_64
+                    ? load_bytes(at)  // one row behind the other
+                    : _mm512_inserti64x4(_mm512_castsi256_si512(load_half(at)), load_half(at + values.bytes), 1);
+            const Bytes x = _mm512_permutexvar_epi32(in_turn, both);
+            return HIGH ? x & _mm512_set1_epi8(-16)
+                        : _mm512_ternarylogic_epi64(_mm512_slli_epi32(x, 4), _mm512_set1_epi8(-16),
+                                                    _mm512_set1_epi8(-128), 0x6a);  // (a & b) ^ c
+        };
+        const Bytes x = two(0), y = two(2), z = two(4), w = two(6);
         const Bytes xy = _mm512_unpacklo_epi8(x, y), xy_high = _mm512_unpackhi_epi8(x, y);
         const Bytes zw = _mm512_unpacklo_epi8(z, w), zw_high = _mm512_unpackhi_epi8(z, w);
-        // [j]: of quarter i, channels 16 i + 4 j .. + 3, a lane each.
-        const Bytes value[4] = {_mm512_unpacklo_epi16(xy, zw), _mm512_unpackhi_epi16(xy, zw),
-                                _mm512_unpacklo_epi16(xy_high, zw_high), _mm512_unpackhi_epi16(xy_high, zw_high)};
+        // [j][0]: of even tokens, in quarter i channels 8 i + 4 j .. + 3; [j][1]: of odd ones.
+        const Bytes value[2][2] = {{_mm512_unpacklo_epi16(xy, zw), _mm512_unpackhi_epi16(xy, zw)},
+                                   {_mm512_unpacklo_epi16(xy_high, zw_high), _mm512_unpackhi_epi16(xy_high, zw_high)}};
+        values.ask(t, 2 * first);
         repeat<N>([&](auto n) INLINED {
             repeat<DIGITS>([&](auto k) INLINED {
-                Bytes weight = everywhere(weights[0].digits[ROW + n][k] + t);
-                if constexpr (!SAME)
-                    weight = _mm512_mask_blend_epi32(0xff00, weight, everywhere(weights[1].digits[ROW + n][k] + t));
-                repeat<4>([&](auto j) INLINED { sum[n][k][j] = dot(sum[n][k][j], weight, value[j]); });
+                repeat<2>([&](auto odd) INLINED {
+                    const Bytes weight = everywhere(weights[n].digits[k] + t + 4 * odd);
+                    repeat<2>([&](auto j) INLINED { sum[n][k][j] = dot(sum[n][k][j], weight, value[j][odd]); });
+                });
             });
         });
     }
+    const Bytes low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = low + 4;
     repeat<N>([&](auto n) INLINED {
-        Bytes x[4], in_order[4];
-        const Weights<ROWS_OF>&low = weights[0], &high = weights[SAME ? 0 : 1];
-        const Vec step = _mm512_mask_blend_ps(0xff00, fill(low.step[ROW + n]), fill(high.step[ROW + n]));
-        const Vec total = _mm512_mask_blend_ps(0xff00, fill(low.total[ROW + n]), fill(high.total[ROW + n]));
-        repeat<4>([&](auto j) INLINED {
-            const Vec value = value_of(sum[n][0][j], sum[n][1][j], sum[n][2][j]) * step;
-            x[j] = (Bytes)(KIND == EIGHT_BITS ? value : value - total * fill(values.OFFSET));
-        });
-        transpose_quarters(x, in_order);
-        repeat<4>([&](auto j) INLINED {
-            float* to = output + (ROW + n) * width + b * BLOCK + j * LANES;
-            store(to, fma(load(to), fill(shrink[ROW + n]), (Vec)in_order[j]));
-        });
+        Bytes x[2];
+        repeat<2>([&](auto j) INLINED { x[j] = (Bytes)((sum[n][1][j] << 8) + sum[n][0][j]); });
+        float* const to = output + n * width + first;
+        const float step = weights[n].step * values.UNIT;
+        add(to, shrink[n], _mm512_permutex2var_epi64(x[0], low, x[1]), step);
+        add(to + 16, shrink[n], _mm512_permutex2var_epi64(x[0], high, x[1]), step);
     });
 }
 
-template <int N, Kind KIND>
-INLINE void mix_columns(const float* const (&of)[2], const Blocks<KIND>& values, int64_t tokens, int64_t first,
-                        int64_t last, const float* shrink, int64_t width, float* output) {
-    Weights<N> weights[2];
-    weights[0].set(of[0]);
-    if (of[0] != of[1]) weights[1].set(of[1]);
-    for (int64_t b = first / BLOCK; b < last / BLOCK; b++)
-        repeat<(N + 1) / 2>([&](auto half) INLINED {  // two rows are as many sums as there are registers for
-            constexpr int ROW = 2 * half, SOME = N - ROW < 2 ? N - ROW : 2;
-            if (of[0] == of[1])
-                mix_block<SOME, ROW, true>(weights, values, tokens, b, shrink, width, output);
+template <int N, bool, Kind KIND>
+INLINE void mix_run(const Weights* const (&weights)[2], const Blocks<KIND>& values, int64_t tokens, int64_t first,
+                    const float* shrink, int64_t width, float* output) {
+    if (first < values.bytes)
+        mix_half<N, KIND, false>(weights[0], values, tokens, first, shrink, width, output);
+    else
+        mix_half<N, KIND, true>(weights[0], values, tokens, first, shrink, width, output);
+}
+
+template <Kind KIND>
+INLINE void mix_all(const float* weights, bool, const float* const (&by)[2], float* const (&room)[2], int64_t rows,
+                    const Blocks<KIND>& values, int64_t tokens, int64_t first, int64_t last, const float* shrink,
+                    int64_t width, float* output) {
+    const bool same = Blocks<KIND>::FOUR || by[0] == by[1];
+    Weights* const digits[2] = {reinterpret_cast<Weights*>(room[0]), reinterpret_cast<Weights*>(room[1])};
+    in_passes<4>(rows, [&](auto n, int64_t r) INLINED {
+        set<n.value, Blocks<KIND>::FOUR>(weights + r * TILE, by[0], digits[0] + r);
+        if (!same) set<n.value, Blocks<KIND>::FOUR>(weights + r * TILE, by[1], digits[1] + r);
+    });
+    for (int64_t d = first; d < last; d += Blocks<KIND>::RUN)
+        in_passes<4>(rows, [&](auto n, int64_t r) INLINED {
+            float* const to = output + r * width;
+            const Weights* const of[2] = {digits[0] + r, digits[1] + r};
+            if (same)
+                mix_run<n.value, true>(of, values, tokens, d, shrink + r, width, to);
             else
-                mix_block<SOME, ROW, false>(weights, values, tokens, b, shrink, width, output);
+                mix_run<n.value, false>(of, values, tokens, d, shrink + r, width, to);
         });
 }
 

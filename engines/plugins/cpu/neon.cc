@@ -18,7 +18,8 @@ INLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 INLINE Vec maximum(Vec a, Vec b) { return vmaxq_f32(a, b); }
 INLINE Vec nearest(Vec x) { return vrndnq_f32(x); }
 INLINE Vec scale(Vec x, Vec n) {
-    return x * vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
+    const int32x4_t power = vmaxq_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), vdupq_n_s32(0));
+    return x * vreinterpretq_f32_s32(vshlq_n_s32(power, 23));
 }
 INLINE float top(Vec x) { return vmaxvq_f32(x); }
 template <int N>

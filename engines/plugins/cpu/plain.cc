@@ -28,7 +28,7 @@ INLINE Vec nearest(Vec x) {
 }
 INLINE Vec scale(Vec x, Vec n) {
     for (int i = 0; i < LANES; i++) {
-        const int32_t bits = (n[i] == n[i] ? static_cast<int32_t>(n[i]) + 127 : 0) << 23;  // no whole number is NaN
+        const int32_t bits = (n[i] > -127 ? static_cast<int32_t>(n[i]) + 127 : 0) << 23;  // no whole number is NaN
         float power;
         memcpy(&power, &bits, sizeof power);
         x[i] *= power;
