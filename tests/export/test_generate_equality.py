@@ -15,6 +15,7 @@ import runtime
 from demo_vlm.suites import NAMES, Item, suites
 from engines.bundle import Bundle
 from export.checkpoint import Checkpoint
+from runtime.sampling import Sampling
 from tests.export.conftest import DEMO
 
 pytestmark = pytest.mark.slow
@@ -32,15 +33,18 @@ def model() -> Any:
     return model
 
 
-def hugging_face(model: Any, processor: Any, items: list[Item]) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Greedy tokens of every item, end token ignored, and the gap between the two best logits at every step."""
+def hugging_face(
+    model: Any, processor: Any, items: list[Item], penalty: float = 1.0
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Greedy tokens of every item, end token ignored, and the gap between the two best scores at every step."""
     processor.tokenizer.padding_side = "left"
     config = GenerationConfig(
         max_new_tokens=STEPS,
         do_sample=False,
         pad_token_id=0,
         cache_implementation="static",  # with PyTorch's attention twice as fast as the default, and the same tokens
-        output_logits=True,
+        repetition_penalty=penalty,
+        output_scores=True,
         return_dict_in_generate=True,
     )
     for start in range(0, len(items), BATCH):
@@ -56,7 +60,7 @@ def hugging_face(model: Any, processor: Any, items: list[Item]) -> Iterator[tupl
         with torch.no_grad():
             out = model.generate(**inputs, generation_config=config)
         tokens = out.sequences[:, inputs["input_ids"].shape[1] :]
-        best = torch.stack(out.logits, dim=1).topk(2).values
+        best = torch.stack(out.scores, dim=1).topk(2).values
         assert tokens.shape[1] == STEPS
         yield from zip(tokens.tolist(), (best[..., 0] - best[..., 1]).numpy(), strict=True)
 
@@ -85,3 +89,15 @@ def test_tokens_are_hugging_faces(
     assert equal + ties == len(items)
     assert ties <= EXCUSED * len(items)
     assert len(answers) > len(items) / 50  # different images and questions got different answers
+
+
+def test_penalized_tokens_are_hugging_faces(demo_bundle: Bundle, demo: Checkpoint, model: Any) -> None:
+    """Prompt and answer count. The penalty is far beyond what anyone would take: the end token is that sure."""
+    items = suites(["easy4"], limit=BATCH)["easy4"]
+    vlm = runtime.open(demo_bundle.path, level="off", threads=1)
+    for item, (want, gaps) in zip(items, hugging_face(model, demo.processor, items, penalty=20.0), strict=True):
+        sampling = Sampling(repetition_penalty=20.0)
+        got = vlm.generate(item.question, item.images, STEPS, ignore_eos=True, sampling=sampling).tokens
+        step = next((i for i, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1]), None)
+        assert step is None or gaps[step] < TIE
+        assert len(set(got)) > 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ def test_seeded_requests_side_by_side_answer_as_they_do_alone(vlm: VLM) -> None:
     while any([next(stream, None) is not None for stream in streams]):
         pass
     assert [stream.result.tokens for stream in streams[:3]] == alone
+
+
+def test_requests_of_many_threads_answer_as_they_do_alone(vlm: VLM) -> None:
+    alone = [seeded(vlm, seed) for seed in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda seed: seeded(vlm, seed), range(8))) == alone
 
 
 def test_one_token_to_draw_among_is_the_likeliest(vlm: VLM) -> None:
