@@ -67,6 +67,11 @@ class Bundle:
     def file(self, name: str) -> Path:
         return self.path / name
 
+    @property
+    def fingerprint(self) -> str:
+        """What all of it hashes to: the manifest, which has every file's hash."""
+        return (self.path / CHECKSUM).read_text()
+
     def embedding(self) -> np.ndarray:
         """Token embedding table, memory-mapped, [vocab_size, hidden_size]."""
         table = self.manifest.model.embedding

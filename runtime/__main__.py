@@ -1,4 +1,4 @@
-"""python -m runtime ask BUNDLE --image FILE "question"  |  info BUNDLE  |  serve BUNDLE"""
+"""python -m runtime ask BUNDLE --image FILE "question"  |  chat BUNDLE  |  info BUNDLE  |  serve BUNDLE"""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from runtime.server import command as server
 
 if TYPE_CHECKING:
     from engines.bundle import Bundle
+    from runtime.model import VLM
+    from runtime.sampling import Sampling
 
 BYTES = 1024
 
@@ -34,33 +36,26 @@ def _parser() -> argparse.ArgumentParser:
 
     ask = commands.add_parser("ask", help="ask one question about one or several images")
     ask.set_defaults(run=_ask)
-    ask.add_argument("bundle", help="folder that export/build.py wrote")
+    _model(ask)
     ask.add_argument("question")
     ask.add_argument("--image", action="append", default=[], metavar="FILE", help="repeat it for several images")
-    ask.add_argument("--level", help="compression level (default: the bundle's; `info` lists them)")
-    ask.add_argument("--backend", default="auto", help="auto, ort, trt-rtx or trt (default: auto)")
-    ask.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
     ask.add_argument("--question-later", action="store_true", help="compress the images before the question is known")
-    ask.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the backend's choice)")
-    ask.add_argument("--no-kernels", action="store_true", help="run the graphs as they are, without compiled kernels")
     ask.add_argument("--json", action="store_true", help="print one JSON object instead of the answer")
-    drawn = ask.add_argument_group("how tokens are chosen", argument_default=argparse.SUPPRESS)  # Sampling has them
-    drawn.add_argument("--temperature", type=float, metavar="T", help="draw tokens; at 0 (default) take the likeliest")
-    drawn.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest")
-    drawn.add_argument("--top-p", type=float, metavar="P", help="draw among the likeliest that have P together")
-    drawn.add_argument("--min-p", type=float, metavar="P", help="draw among those that have P times the likeliest's")
-    drawn.add_argument("--seed", type=int, metavar="N", help="draw the same tokens every time")
-    drawn.add_argument("--repetition-penalty", type=float, metavar="X", help="over 1: repeat less (default: 1)")
-    drawn.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; repeat it for several")
-    drawn.add_argument(
+    _drawn(ask).add_argument(
         "--logprobs", type=int, metavar="N", help="tell log-probabilities: the tokens' and N likeliest's"
     )
-
     watched = ask.add_argument_group("what is watched", argument_default=argparse.SUPPRESS)  # Watch has the defaults
     watched.add_argument("--on-alarm", choices=["none", "retry"], help="retry: answer anew, at a lighter level, "
                          "unless a part was printed (default: none)")  # fmt: skip
     watched.add_argument("--blindness", type=float, metavar="D", help="alarm where blank images would move the first "
                          "token's log-probabilities by less than D nats; costs a prefill")  # fmt: skip
+
+    chat = commands.add_parser(
+        "chat", help="talk about images, line by line", description="Questions line by line; /help tells what else."
+    )
+    chat.set_defaults(run=_chat)
+    _model(chat)
+    _drawn(chat)
 
     info = commands.add_parser("info", help="what a bundle holds and what can run it here")
     info.set_defaults(run=_info)
@@ -71,21 +66,62 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ask(arguments: argparse.Namespace) -> None:
-    import runtime
-    from runtime.monitor import Monitor, Watch
+def _model(parser: argparse.ArgumentParser) -> None:
+    """What opens a bundle, and how long an answer may be."""
+    parser.add_argument("bundle", help="folder that export/build.py wrote")
+    parser.add_argument("--level", help="compression level (default: the bundle's; `info` lists them)")
+    parser.add_argument("--backend", default="auto", help="auto, ort, trt-rtx or trt (default: auto)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the backend's choice)")
+    parser.add_argument("--no-kernels", action="store_true", help="run the graphs as they are, without kernels")
+
+
+def _drawn(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """What `Sampling` is made of."""
+    drawn = parser.add_argument_group("how tokens are chosen", argument_default=argparse.SUPPRESS)  # Sampling has them
+    drawn.add_argument("--temperature", type=float, metavar="T", help="draw tokens; at 0 (default) take the likeliest")
+    drawn.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest")
+    drawn.add_argument("--top-p", type=float, metavar="P", help="draw among the likeliest that have P together")
+    drawn.add_argument("--min-p", type=float, metavar="P", help="draw among those that have P times the likeliest's")
+    drawn.add_argument("--seed", type=int, metavar="N", help="draw the same tokens every time")
+    drawn.add_argument("--repetition-penalty", type=float, metavar="X", help="over 1: repeat less (default: 1)")
+    drawn.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; repeat it for several")
+    return drawn
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
     from runtime.sampling import Sampling
 
-    given, watch = (
-        {n: vars(arguments)[n] for n in its.__dataclass_fields__ if n in arguments} for its in (Sampling, Watch)
-    )
-    sampling, monitor = Sampling(**given), Monitor(Watch(**watch))
+    given = {name: vars(arguments)[name] for name in Sampling.__dataclass_fields__ if name in arguments}
+    sampling = Sampling(**given)
     idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p", "seed") if name in given]
     if idle and sampling.temperature == 0:
         raise UserError(f"{', '.join(idle)}: at temperature 0 nothing is drawn: add  --temperature 1")
-    vlm = runtime.open(
-        arguments.bundle, arguments.backend, arguments.level, arguments.threads, not arguments.no_kernels
-    )
+    return sampling
+
+
+def _opened(arguments: argparse.Namespace) -> VLM:
+    import runtime
+
+    a = arguments
+    return runtime.open(a.bundle, a.backend, a.level, a.threads, not a.no_kernels)
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    from runtime.chat import Chat
+    from runtime.sampling import check_number
+
+    sampling = _sampling(arguments)
+    check_number("max_new_tokens", arguments.max_new_tokens, 1)
+    Chat(_opened(arguments), arguments.max_new_tokens, sampling).run(sys.stdin)
+
+
+def _ask(arguments: argparse.Namespace) -> None:
+    from runtime.monitor import Monitor, Watch
+
+    watch = {name: vars(arguments)[name] for name in Watch.__dataclass_fields__ if name in arguments}
+    sampling, monitor = _sampling(arguments), Monitor(Watch(**watch))
+    vlm = _opened(arguments)
     vlm.monitor = monitor
     stream = vlm.stream(
         arguments.question,

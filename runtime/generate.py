@@ -18,6 +18,7 @@ from runtime.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     from runtime.model import VLM
+    from runtime.state import Context
 
 FINISHED = {"end": "stop", "stop_string": "stop", "cancelled": "cancelled"}  # every other reason is a limit of length
 
@@ -105,6 +106,10 @@ class Request:
     Attributes:
         on_restart: None where nothing that was given may be taken back.
         lightened: how many levels lighter `level` is than the request's own.
+        keep: takes what the model has read, and will have read, in a session.
+        context: what it read in the session before; None: nothing.
+        start: position of the first of `ids`.
+        room: tokens to leave room for; a prompt of less takes no shorter bucket.
     """
 
     ids: list[int]
@@ -116,6 +121,10 @@ class Request:
     sampling: Sampling
     on_restart: Callable[[], object] | None = None
     lightened: int = 0
+    keep: Callable[[Context], None] | None = None
+    context: Context | None = None
+    start: int = 0
+    room: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
@@ -189,10 +198,12 @@ def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Ge
     text, stops = Detokenizer(vlm.tokenizer), StopStrings(sampling.stop)
     sampler, ends = Sampler(sampling, request.ids), () if request.ignore_eos else vlm.model.eos_token_ids
     blank = None
-    if watch.blindness and request.pixels:
+    if watch.blindness and request.pixels and not request.keep:  # a session would have read the blank images
         grey = [np.zeros_like(pixels) for pixels in request.pixels]
         blank = vlm.read(replace(request, pixels=grey), stats).logits[0]
     context = vlm.read(request, stats)
+    if request.keep:
+        request.keep(context)
     try:
         if request.cancelled.is_set():  # and perhaps the prompt not read to its end
             stats.stop_reason = "cancelled"

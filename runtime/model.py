@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from engines.bundle import Bucket, Bundle, Level
 from engines.errors import UserError
 from engines.ort import OrtSession
 from engines.preprocessor import ImagePreprocessor
-from engines.tokens import FIRST, TEXT, marked
+from engines.tokens import FIRST, TEXT, VISUAL, marked
 from runtime import backends
 from runtime.gate import VisualGate
 from runtime.generate import Request, Result, Stats, TextStream
@@ -37,7 +37,7 @@ from runtime.prompt import (
     question_inputs,
 )
 from runtime.sampling import GREEDY, Sampling, check_number
-from runtime.state import State
+from runtime.state import Context, State
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,24 +47,6 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 64
 MAX_THREADS = 256  # more is a mistake, and ONNX Runtime would start them all
-
-
-@dataclass
-class Context:
-    """What the model has read of a request.
-
-    Attributes:
-        state: its keys and values, compressed, of this bucket's shapes.
-        logits: of the token that comes next, [1, V].
-        position: of the token that comes next, counted in the prompt before pruning.
-        begins: whether it begins a sentence, as an answer does.
-    """
-
-    state: State
-    bucket: Bucket
-    logits: np.ndarray
-    position: int
-    begins: bool = True
 
 
 class VLM:
@@ -90,7 +72,7 @@ class VLM:
         if self.level not in manifest.levels:
             raise UserError(f"no level {self.level!r} in {bundle.path}: choose {', '.join(manifest.levels)}")
         self._table, self._sentence_ends = bundle.embedding(), frozenset(manifest.model.sentence_ends)
-        self._prompts = PromptReader(bundle.path, self.model)
+        self.prompts = PromptReader(bundle.path, self.model)
         self._preprocessor = ImagePreprocessor.read(bundle.path)
         self._sessions: dict[str, OrtSession] = {}
         self._gates = {name: VisualGate(known, self.model.image_tokens) for name, known in manifest.levels.items()}
@@ -155,24 +137,34 @@ class VLM:
         Raises:
             UserError: at once, before anything is generated, whatever is wrong with the request.
         """
-        if not isinstance(sampling, Sampling):
-            raise UserError(f"sampling must be a runtime.sampling.Sampling, got {sampling!r}")
-        check_number("max_new_tokens", max_new_tokens, 1)
-        if isinstance(images, str | bytes | Path) or not isinstance(images, Sequence):
-            raise UserError("images must be a list of images")
+        check_options(images, max_new_tokens, sampling)
         if question_later and not images:
             raise UserError("question_later needs an image to compress before the question")
-        own = self._ladders[question_later][0]
-        stats = Stats(own, self.backend, kernels=self._library is not None)
-        ids = self._prompts.ids(prompt, len(images))
+        own = self.level_for(question_later)
+        stats = self.stats(own)
+        ids = self.prompts.ids(prompt, len(images))
         self._check_length(ids, self.bundle.manifest.levels[own])
         with stats.time("images"):
-            pixels = [preprocess(image, self._preprocessor) for image in images]
+            pixels = self.pixels(images)
         request = Request(ids, pixels, own, max_new_tokens, ignore_eos, question_later, sampling, on_restart)
         return TextStream(self, self.lighter(request, self.monitor.lighter) or request, stats)
 
+    def level_for(self, question_later: bool) -> str:
+        """The opened level, or what takes its place where the question comes later."""
+        return self._ladders[question_later][0]
+
+    def stats(self, level: str) -> Stats:
+        """Of a new request."""
+        return Stats(level, self.backend, kernels=self._library is not None)
+
+    def pixels(self, images: Sequence[ImageSource]) -> list[np.ndarray]:
+        """As the vision graph takes them."""
+        return [preprocess(image, self._preprocessor) for image in images]
+
     def lighter(self, request: Request, steps: int = 1) -> Request | None:
         """The same request up to so many levels lighter; None if none of them takes it, or might end it early."""
+        if request.keep:  # a session stays at its level
+            return None
         ladder = self._ladders[request.question_later]
         above = ladder.index(request.level) + 1
         for name in reversed(ladder[above : above + steps]):
@@ -209,26 +201,38 @@ class VLM:
         choose_bucket(text + images * level.least_visual_tokens, text, level)
 
     def read(self, request: Request, stats: Stats) -> Context:
-        """Read the whole prompt: by prefill what its bucket holds, or (`question_later`) the images; then the rest."""
-        level = self.bundle.manifest.levels[request.level]
+        """Read the whole prompt: by prefill what its bucket holds, or (`question_later`) the images; then the rest.
+
+        What comes in a session later is all read behind what it has read.
+        """
         rows, visual = self._look(request, stats)
-        bucket = choose_bucket(len(rows), int(np.count_nonzero(rows.kinds == TEXT)), level)
-        stats.prompt_tokens, stats.bucket = rows.total, bucket.length
-        first = first_part(rows, bucket)
-        split = min(rows.after_images, first) if request.question_later else first
-        if not bucket.compact and len(rows) - split > bucket.window - bucket.recent:
+        stats.prompt_tokens = rows.total
+        context, split = (request.context, 0) if request.context else self._begin(request, rows, visual, stats)
+        stats.bucket, state = context.bucket.length, context.state
+        if not context.bucket.compact and (behind := len(rows) - split) > state.free:
             raise UserError(
-                f"what follows the images, {len(rows) - split} tokens, does not fit into the window of {bucket.window} "
-                "tokens, which this level never compacts: ask with the image (without question_later), or choose a "
-                "level that compacts"
+                f"{behind} more tokens do not fit into the window of {state.window} tokens, {state.free} of them free, "
+                "which this level never compacts: ask with the image (without question_later), begin a new session, or "
+                "choose a level that compacts"
             )
-        state, logits = self._prefill(rows[:split], visual, bucket, stats)
-        context = Context(state, bucket, logits, rows.total)
+        context.whole = False
         self._extend(context, rows, visual, split, request, stats)
-        if request.pixels and (held := context.state.holders(rows.positions, rows.total)) is not None:
+        context.whole, context.position, context.begins = True, rows.total, True
+        if request.pixels and not request.context and (held := state.holders(rows.positions, rows.total)) is not None:
             images = image_positions(request.ids, self.model.image_token_id, self.model.image_tokens)
             stats.patches = held[images].round(4).tolist()
         return context
+
+    def _begin(self, request: Request, rows: Rows, visual: np.ndarray, stats: Stats) -> tuple[Context, int]:
+        """Prefill the first rows, and how many they are."""
+        level, text = self.bundle.manifest.levels[request.level], int(np.count_nonzero(rows.kinds == TEXT))
+        bucket = choose_bucket(len(rows), text, level)
+        if request.room > bucket.length:
+            bucket = choose_bucket(request.room, text, level)
+        first = first_part(rows, bucket)
+        split = min(rows.after_images, first) if request.question_later else first
+        state, logits = self._prefill(rows[:split], visual, bucket, stats)
+        return Context(state, bucket, logits, rows.total), split
 
     def advance(self, context: Context, token: int, request: Request, stats: Stats) -> str:
         """Let the model read a token of its answer -> why it cannot, or "" and its logits are in the context."""
@@ -245,7 +249,7 @@ class VLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._prompts.tokenizer
+        return self.prompts.tokenizer
 
     def _look(self, request: Request, stats: Stats) -> tuple[Rows, np.ndarray]:
         """The prompt's rows, and the embeddings of the visual ones among them, [V, d]."""
@@ -260,7 +264,7 @@ class VLM:
             visual.append(out["visual_tokens"][0, first])
             kept.append(out["kept"][0, first])
         m = self.model
-        rows = lay_out(request.ids, kept, m.image_token_id, m.image_tokens, m.sentence_ends)
+        rows = lay_out(request.ids, kept, m.image_token_id, m.image_tokens, m.sentence_ends, request.start)
         stats.images, stats.visual_tokens, stats.visual_tokens_by_image = len(visual), sum(counts), counts
         return rows, np.concatenate(visual) if visual else np.empty((0, m.hidden_size), np.float32)
 
@@ -299,7 +303,10 @@ class VLM:
         of 3, 9 and 64 tokens take as long as 1, 2 and 17 decoded ones).
         """
         state, bucket, kinds = context.state, context.bucket, marked(rows.kinds, rows.segments)
-        while start < len(rows) and not request.cancelled.is_set():
+        self._session(bucket.decode, stats)
+        if start == 0 and len(rows) and kinds[0] != VISUAL:  # not the first of a prompt
+            kinds[0] = TEXT + FIRST * (context.begins and rows.ids[0] not in self._sentence_ends)
+        while start < len(rows) and (request.keep or not request.cancelled.is_set()):  # a session is left whole
             self._room(state, bucket, stats)
             count = min(bucket.chunk, state.free, len(rows) - start)
             if not bucket.extend or count == 1 or 4 * count < bucket.chunk:
@@ -349,3 +356,12 @@ class VLM:
             with stats.time("load"):
                 self._sessions[graph] = backends.load(self.bundle, graph, self.threads, self._library)
         return self._sessions[graph]
+
+
+def check_options(images: Sequence[ImageSource], max_new_tokens: int, sampling: Sampling) -> None:
+    """Refuse what no request can be made of."""
+    if not isinstance(sampling, Sampling):
+        raise UserError(f"sampling must be a runtime.sampling.Sampling, got {sampling!r}")
+    check_number("max_new_tokens", max_new_tokens, 1)
+    if isinstance(images, str | bytes | Path) or not isinstance(images, Sequence):
+        raise UserError("images must be a list of images")

@@ -62,6 +62,7 @@ def lay_out(
     image_token_id: int,
     image_tokens: int,
     sentence_ends: Sequence[int] = (),
+    start: int = 0,
 ) -> Rows:
     """Expand every image placeholder to the rows that were kept of its image.
 
@@ -71,8 +72,9 @@ def lay_out(
         image_token_id: the placeholder.
         image_tokens: N, positions that an image takes, however many of them are kept.
         sentence_ends: ids of text that end a sentence.
+        start: position of the first token.
     """
-    pieces, start, images = [], 0, enumerate(kept, 1)
+    pieces, images = [], enumerate(kept, 1)
     for token in ids:
         image, offsets = next(images) if token == image_token_id else (0, [0])
         pieces.append([(token, start + int(offset), image) for offset in offsets])
@@ -190,7 +192,7 @@ class PromptReader:
         Raises:
             UserError: the question is empty, the messages have no known form, or the template refuses them.
         """
-        messages = _messages(prompt, images)
+        messages = messages_of(prompt, images)
         try:
             absent = {"tools": None, "documents": None}  # Hugging Face defines them, and templates ask whether it did
             return self._template.render(messages=messages, add_generation_prompt=True, **absent, **self._variables)
@@ -203,12 +205,20 @@ class PromptReader:
         Raises:
             UserError: what `text` raises, or the prompt has not one placeholder an image.
         """
-        text = self.text(prompt, images)
+        return self.encode(self.text(prompt, images), images)
+
+    def encode(self, text: str, images: int, first: bool = True) -> list[int]:
+        """Token ids of a text that the template has rendered.
+
+        Args:
+            images: placeholders that it must have.
+            first: whether it begins a prompt: there the tokenizer may add tokens of its own.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:  # bytes of the command line that are no UTF-8 arrive as lone surrogates
             raise UserError(f"the question is not valid Unicode text: {one_line(error)}") from error
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=first and self._add_special_tokens).ids
         places = ids.count(self._model.image_token_id)
         if places != images:
             raise UserError(
@@ -220,7 +230,8 @@ class PromptReader:
         return ids
 
 
-def _messages(prompt: Prompt, images: int) -> list[dict[str, Any]]:
+def messages_of(prompt: Prompt, images: int) -> list[dict[str, Any]]:
+    """A prompt as messages; a plain string is one of the user's, its images first."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise UserError("the question is empty")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from engines.bundle import Bucket
@@ -24,6 +27,12 @@ class State:
         self.arrays = {name: array for name, array in outputs.items() if name != "logits"}
         self.window, self.recent = bucket.window, bucket.recent
         self.count, self.compactions = self.recent, 0
+
+    def copy(self) -> State:
+        """One that goes its own way. Stores are shared: nobody writes into them, a compaction puts others in place."""
+        twin = copy.copy(self)
+        twin.arrays = {name: a.copy() if "window" in name else a for name, a in self.arrays.items()}
+        return twin
 
     @property
     def full(self) -> bool:
@@ -98,3 +107,27 @@ class State:
             replaced = name.removeprefix(REPLACES)
             if replaced in self.arrays:
                 self.arrays[replaced] = array
+
+
+@dataclass
+class Context:
+    """What the model has read of a request or in a session.
+
+    Attributes:
+        state: its keys and values, compressed, of this bucket's shapes.
+        logits: of the token that comes next, [1, V].
+        position: of the token that comes next, counted in the prompt before pruning.
+        begins: whether it begins a sentence, as an answer does.
+        whole: False while more is being read: if that broke off, the state is good for nothing.
+    """
+
+    state: State
+    bucket: Bucket
+    logits: np.ndarray
+    position: int
+    begins: bool = True
+    whole: bool = True
+
+    def copy(self) -> Context:
+        """One that goes its own way."""
+        return replace(self, state=self.state.copy())

@@ -126,17 +126,21 @@ def answer(
     ignore_eos: bool = False,
     question_later: bool = False,
     pressure: float = 0.0,
+    prefilled: int | None = None,
 ) -> Answer:
-    """Generate from token ids with one placeholder an image."""
+    """Generate from token ids with one placeholder an image; of a session's, only so many are prefilled."""
     _, compacts, sizes = LEVELS["tight" if level in ADAPTIVE else level]
     keep = counts(level, images, len(ids) - len(images), pressure)
 
     def row(embedding: np.ndarray, position: int, kind: int, first: bool = False) -> Slot:
         return Slot(embedding + WEIGHTS["position"][position] + WEIGHTS["kind"][kind], position, kind + 4 * first)
 
-    prompt, segments, position, last_visual, kept, remaining = [], [], 0, 0, [], list(images)
+    prompt: list[Slot] = []
+    segments, position, last_visual, kept, remaining = [], 0, 0, [], list(images)
     sentence, before = 0, IMAGE
-    for token in ids:
+    begun = 0
+    for i, token in enumerate(ids):
+        begun = len(prompt) if i == prefilled else begun
         if token == IMAGE:
             rows, places = look(remaining.pop(0), keep.pop(0))
             kept.append(places)
@@ -154,6 +158,9 @@ def answer(
 
     length, capacities, size, recent = next((s for s in sizes if len(prompt) <= s[0]), sizes[-1])
     split = min(last_visual if question_later else len(prompt), length)
+    if prefilled is not None:
+        length, capacities, size, recent = sizes[-1]
+        split = begun or len(prompt)
     early, later = prompt[:split], prompt[split:]
     for slot in later:  # the toy's decode and extend take every token for text
         slot.row = slot.row + WEIGHTS["kind"][1] - WEIGHTS["kind"][slot.kind % 4]

@@ -63,7 +63,7 @@ def test_mistake_is_told_before_anything_runs(
 
 def test_question_that_no_window_holds(bundle_path: Path) -> None:
     vlm = runtime.open(bundle_path, level="loose", threads=1)
-    with pytest.raises(UserError, match="does not fit into the window of 24 tokens"):
+    with pytest.raises(UserError, match="do not fit into the window of 24 tokens, 20 of them free"):
         ask(vlm, "red " * 25, [image(0)], question_later=True)
 
 

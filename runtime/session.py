@@ -1,0 +1,285 @@
+"""A chat: what was read stays in the compressed cache, and a turn reads only what is new.
+
+>>> chat = Session(vlm)
+>>> chat.ask("what color is the shape?", images=["shape.png"]).text
+>>> chat.ask("and what shape is it?").text
+>>> chat.save("chat.safetensors")
+
+Sessions of one model share its weights; each has a state of its own, of one size however long the chat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engines.config import parse, parse_json
+from engines.errors import UserError
+from runtime import tensors
+from runtime.generate import Request, Result, Stats, TextStream
+from runtime.model import MAX_NEW_TOKENS, VLM, check_options
+from runtime.prompt import messages_of
+from runtime.sampling import GREEDY, Sampling
+from runtime.state import Context, State
+
+if TYPE_CHECKING:
+    from runtime.preprocess import ImageSource
+    from runtime.prompt import Prompt
+
+FORMAT = "unicache-edge session 1"
+MARK, END = "\ue000new\ue001", "\ue000end\ue001"  # around what a turn adds to a rendered chat; characters of no text
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a session's file holds beside the state's tensors.
+
+    Attributes:
+        bundle: the fingerprint of its bundle.
+        bucket: S, of the state's shapes.
+        count, compactions: of the state.
+        position, begins: of the context.
+        messages: of the chat; the last one was read as far as the mark would stand, answers as they were given.
+        unread: ids of the last answer that nobody has read yet.
+        space: what stood before the mark and is read with what follows it.
+    """
+
+    bundle: str
+    level: str
+    bucket: int
+    count: int
+    compactions: int
+    position: int
+    begins: bool
+    messages: list[Any]
+    unread: list[int]
+    space: str
+
+
+class Session:
+    """One chat with an opened bundle, at the level that the opened one names for questions that come later.
+
+    Not for several threads at once; different sessions are.
+
+    Attributes:
+        messages: said so far, as far as they were read; the answers are the model's.
+        context: what the model has read; None before the first turn.
+    """
+
+    def __init__(self, vlm: VLM, room: int | None = None) -> None:
+        """
+        Args:
+            room: tokens of the chat that its store should suit: it is that of the shortest bucket for so many; by
+                default of the longest. A chat may be longer at every level that compacts.
+        """
+        self.vlm, self.level = vlm, vlm.level_for(question_later=True)
+        self.room = max(b.length for b in vlm.bundle.manifest.levels[self.level].buckets) if room is None else room
+        self.messages: list[dict[str, Any]] = []
+        self.context: Context | None = None
+        self._unread: list[int] = []
+        self._space = ""
+        self._turn: TextStream | None = None
+        self._answer: tuple[Result, int] | None = None  # of the turn, once its question was read: the result so far
+
+    def ask(
+        self,
+        question: Prompt,
+        images: Sequence[ImageSource] = (),
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        ignore_eos: bool = False,
+        sampling: Sampling = GREEDY,
+    ) -> Result:
+        """The whole answer; see `stream`."""
+        text = self.stream(question, images, max_new_tokens, ignore_eos, sampling)
+        for _ in text:
+            pass
+        return text.result
+
+    def stream(
+        self,
+        question: Prompt,
+        images: Sequence[ImageSource] = (),
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        ignore_eos: bool = False,
+        sampling: Sampling = GREEDY,
+    ) -> TextStream:
+        """Answer a turn piece by piece; an answer before it that was not read to its end ends where it is.
+
+        Args:
+            question: a text, or the turn's messages, with one `{"type": "image"}` for every image.
+
+        The rest is as in `VLM.stream`. A repetition penalty counts the tokens of the turn.
+        """
+        check_options(images, max_new_tokens, sampling)
+        self._settle()
+        new, stats = messages_of(question, len(images)), self.vlm.stats(self.level)
+
+        def keep(context: Context) -> None:
+            self.context, self.messages, self._unread, self._space = context, self._joined(new), [], ""
+            self._answer = answer, context.position
+
+        request = self._request(self._text(new), images, max_new_tokens, ignore_eos, sampling, stats, keep)
+        self._turn = TextStream(self.vlm, request, stats)
+        answer = self._turn.answer
+        return self._turn
+
+    def read(self, prompt: Prompt, images: Sequence[ImageSource] = ()) -> Stats:
+        """Read the beginning of a turn, say a system prompt and an image: `fork` the session and ask what follows."""
+        check_options(images, 1, GREEDY)
+        self._settle()
+        new, stats = messages_of(prompt, len(images)), self.vlm.stats(self.level)
+        text = self._text(new, begun=True)
+        request = self._request(text.rstrip(), images, 1, False, GREEDY, stats, lambda context: None)
+        self.context = self.vlm.read(request, stats)
+        self.messages, self._unread, self._space = self._joined(new), [], text[len(text.rstrip()) :]
+        return stats
+
+    def fork(self) -> Session:
+        """Another session that has read the same, and goes its own way."""
+        self._settle()
+        twin = Session(self.vlm, self.room)
+        twin.level, twin._space = self.level, self._space
+        twin.messages, twin._unread = [*self.messages], [*self._unread]
+        twin.context = self.context.copy() if self.context else None
+        return twin
+
+    def save(self, path: str | Path) -> None:
+        """Write the session to a file, whole or not at all.
+
+        Raises:
+            UserError: it has read nothing yet, or the file cannot be written.
+        """
+        self._settle()
+        if (context := self.context) is None:
+            raise UserError("the session has read nothing yet: there is nothing to save")
+        saved = Saved(
+            self.vlm.bundle.fingerprint, self.level, context.bucket.length, context.state.count,
+            context.state.compactions, context.position, context.begins, self.messages, self._unread, self._space,
+        )  # fmt: skip
+        metadata = {"format": FORMAT, "session": json.dumps(dataclasses.asdict(saved))}
+        tensors.write(Path(path), context.state.arrays | {"logits": context.logits}, metadata)
+
+    @classmethod
+    def load(cls, vlm: VLM, path: str | Path) -> Session:
+        """The session that `save` wrote.
+
+        Raises:
+            UserError: the file is none, damaged, or of another bundle.
+        """
+        path = Path(path)
+        arrays, metadata = tensors.read(path, "session")
+        if metadata.get("format") != FORMAT:
+            raise UserError(f"{path}: no session of this version")
+        saved = parse(Saved, parse_json(metadata.get("session", "").encode(), str(path)), str(path))
+        if saved.bundle != vlm.bundle.fingerprint:
+            raise UserError(f"{path}: made with another bundle than {vlm.bundle.path}: open that one")
+        level = vlm.bundle.manifest.levels.get(saved.level)
+        bucket = next((b for b in level.buckets if b.length == saved.bucket), None) if level else None
+        if level is None or bucket is None:
+            raise UserError(f"{path}: the bundle has no level {saved.level!r} with a bucket of {saved.bucket}")
+        specs = vlm.bundle.manifest.graphs[bucket.prefill].outputs
+        expected = {spec.name: (np.dtype(spec.dtype), tuple(spec.shape)) for spec in specs}
+        if expected != {name: (array.dtype, array.shape) for name, array in arrays.items()}:
+            raise UserError(f"{path}: its tensors are not those of level {saved.level}, bucket {bucket.length}")
+        in_range = {
+            "count": bucket.recent <= saved.count <= bucket.window,
+            "compactions": saved.compactions >= 0,
+            "position": 1 <= saved.position <= level.max_positions,
+            "unread": all(isinstance(i, int) and 0 <= i < vlm.model.vocab_size for i in saved.unread),
+            "messages": all(isinstance(message, Mapping) for message in saved.messages),
+        }
+        if wrong := [name for name, right in in_range.items() if not right]:
+            raise UserError(f"{path}: {wrong[0]} is out of range")
+        session = cls(vlm, bucket.length)
+        session.level, session._unread, session._space = saved.level, saved.unread, saved.space
+        session.messages = messages_of(saved.messages, 0)
+        logits = arrays.pop("logits")
+        state = State(arrays, bucket)
+        state.count, state.compactions = saved.count, saved.compactions
+        session.context = Context(state, bucket, logits, saved.position, saved.begins)
+        return session
+
+    def _request(
+        self, text: str, images: Sequence[ImageSource], max_new_tokens: int, ignore_eos: bool, sampling: Sampling,
+        stats: Stats, keep: Any,
+    ) -> Request:  # fmt: skip
+        """Find every mistake of the user's before the first graph runs."""
+        vlm, context = self.vlm, self.context
+        start, model = context.position if context else 0, vlm.model
+        ids = [*self._unread, *vlm.prompts.encode(text, len(images), first=context is None)]
+        positions = start + len(ids) + len(images) * (model.image_tokens - 1)
+        if positions >= (most := vlm.bundle.manifest.levels[self.level].max_positions):
+            raise UserError(f"with this turn the session has {positions} tokens, and the level only {most}: begin anew")
+        with stats.time("images"):
+            pixels = vlm.pixels(images)
+        return Request(
+            ids, pixels, self.level, max_new_tokens, ignore_eos, False, sampling,
+            keep=keep, context=context, start=start, room=self.room,
+        )  # fmt: skip
+
+    def _settle(self) -> None:
+        """Let the last answer end where it is, and put it into the chat."""
+        if self._turn:
+            self._turn.close()
+        if self._answer and self.context:
+            answer, start = self._answer
+            self._unread = answer.tokens[self.context.position - start :]
+            self.messages = [*self.messages, {"role": ASSISTANT, "content": answer.text}]
+        self._turn = self._answer = None
+        if self.context and not self.context.whole:
+            raise UserError("reading the last turn broke off, and the session is lost: load a saved one, or begin anew")
+
+    def _text(self, new: list[dict[str, Any]], begun: bool = False) -> str:
+        """What the chat template makes of new messages, and of what stands around them, behind all that was read.
+
+        Args:
+            begun: without what follows the last of them: it may go on.
+        """
+        messages = self._joined(new, MARK) if self.context else new
+        if begun:
+            messages = [*messages[:-1], _longer(messages[-1], [_text(END)])]
+        text = self.vlm.prompts.text(messages, 0)
+        if (self.context and MARK not in text) or (begun and END not in text):
+            raise UserError("the model's chat template leaves out what it is given: ask everything in one prompt")
+        return self._space + text.rpartition(MARK)[2].partition(END)[0]
+
+    def _joined(self, new: list[dict[str, Any]], mark: str = "") -> list[dict[str, Any]]:
+        """The chat with new messages, the first of which may go on with the last; the mark where they begin."""
+        if not self.messages:
+            return new
+        *before, last = self.messages
+        first, *rest = new
+        if last["role"] == ASSISTANT:
+            return [*before, {**last, "content": mark} if mark else last, *new]
+        if last["role"] != first["role"]:
+            return [*before, _longer(last, [_text(mark)]) if mark else last, *new]
+        parts = _parts(first)
+        if mark and parts[0]["type"] == "text":
+            parts = [_text(mark + parts[0]["text"]), *parts[1:]]
+        elif mark:
+            parts = [_text(mark), *parts]
+        return [*before, _longer(last, parts), *rest]
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _parts(message: Mapping[str, Any]) -> list[Any]:
+    content = message["content"]
+    return [_text(content)] if isinstance(content, str) else list(content)
+
+
+def _longer(message: Mapping[str, Any], parts: list[Any]) -> dict[str, Any]:
+    """The message with more parts; text stays text where it can, since templates differ in what they take."""
+    content = message["content"]
+    if isinstance(content, str) and len(parts) == 1 and parts[0]["type"] == "text":
+        return {**message, "content": content + parts[0]["text"]}
+    return {**message, "content": [*_parts(message), *parts]}

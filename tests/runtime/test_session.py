@@ -1,0 +1,358 @@
+"""Sessions: turns against the judge, forks, files, and what may go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+import runtime
+from engines.errors import UserError
+from runtime import session as sessions
+from runtime import tensors
+from runtime.model import VLM
+from runtime.session import Session
+from tests.runtime import reference, toy
+from tests.runtime.asking import ids_of, image
+
+Turn = tuple[str, int]  # a question and its number of images
+
+
+@pytest.fixture(scope="module", params=["loose", "tight"])
+def vlm(request: pytest.FixtureRequest, bundle_path: Path) -> VLM:
+    return runtime.open(bundle_path, level=request.param, threads=1)
+
+
+@pytest.fixture(scope="module")
+def tight(bundle_path: Path) -> VLM:
+    return runtime.open(bundle_path, level="tight", threads=1)
+
+
+@pytest.fixture(scope="module")
+def saved(tight: VLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    session = Session(tight)
+    session.ask("what is it", [image(0)], 6, ignore_eos=True)
+    path = tmp_path_factory.mktemp("saved") / "chat.safetensors"
+    session.save(path)
+    return path
+
+
+def later_ids(question: str, images: int, before: int) -> list[int]:
+    """What the template writes behind an answer."""
+    places = "".join(f" image {before + k + 1} : <image>" for k in range(images))
+    return [toy.WORDS.index(word) for word in f"</s> user :{places} {question} assistant :".split()]
+
+
+def judged(level: str, turns: list[Turn], steps: list[int], answers: list[list[int]]) -> reference.Answer:
+    """What the judge says to the last turn, behind these answers to the others."""
+    ids, seen = ids_of(*turns[0]), turns[0][1]
+    first = len(ids)
+    for (question, images), answer in zip(turns[1:], answers, strict=False):
+        ids += answer + later_ids(question, images, seen)
+        seen += images
+    pictures = [image(k) for k in range(seen)]
+    return reference.answer(ids, pictures, level, steps[-1], ignore_eos=True, prefilled=first)
+
+
+def talk(session: Session, turns: list[Turn], steps: list[int]) -> list[list[int]]:
+    seen, answers = 0, []
+    for (question, images), count in zip(turns, steps, strict=True):
+        pictures = [image(seen + k) for k in range(images)]
+        answers.append(session.ask(question, pictures, count, ignore_eos=True).tokens)
+        seen += images
+    return answers
+
+
+CHATS: list[tuple[str, list[Turn], list[int]]] = [
+    ("loose", [("what is it", 1), ("how many red", 0)], [4, 6]),
+    ("loose", [("one two", 0), ("big", 1)], [1, 5]),
+    ("tight", [("what is it", 1), ("how many red", 0), ("is it blue", 2), ("big", 0)], [6, 1, 5, 9]),
+    ("tight", [("left right what", 2), ("red two red two red two red two", 1), ("big", 0)], [9, 3, 8]),
+]
+
+
+@pytest.mark.parametrize(("level", "turns", "steps"), CHATS)
+def test_every_turn_is_the_judges(level: str, turns: list[Turn], steps: list[int], bundle_path: Path) -> None:
+    session = Session(runtime.open(bundle_path, level=level, threads=1))
+    answers: list[list[int]] = []
+    for i in range(len(turns)):
+        seen = sum(images for _, images in turns[:i])
+        pictures = [image(seen + k) for k in range(turns[i][1])]
+        result = session.ask(turns[i][0], pictures, steps[i], ignore_eos=True)
+        judge = judged(level, turns[: i + 1], steps[: i + 1], answers)
+        assert result.tokens == judge.tokens
+        assert result.stats.compactions == len(judge.compacted_at)
+        answers.append(result.tokens)
+    assert session.context
+    store = session.context.state
+    assert store.nbytes == sum(array.nbytes for array in store.arrays.values())
+    assert [m["role"] for m in session.messages] == ["user", "assistant"] * (len(turns) - 1) + ["user"]
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_a_session_that_drops_nothing_is_one_prompt(end: bool, bundle_path: Path) -> None:
+    """Where answers end by themselves and where they are cut off."""
+    vlm = runtime.open(bundle_path, level="loose", threads=1)
+    session, messages = Session(vlm), list[dict[str, Any]]()
+    for i, question in enumerate(["what is it", "one two"]):
+        parts = [{"type": "image"}] * (i == 0) + [{"type": "text", "text": question}]
+        messages.append({"role": "user", "content": parts})
+        alone = vlm.generate(messages, [image(0)], 5, ignore_eos=not end)
+        turn = session.ask(question, [image(0)][i:], 5, ignore_eos=not end)
+        assert turn.tokens == alone.tokens
+        assert turn.stats.prompt_tokens == alone.stats.prompt_tokens
+        messages.append({"role": "assistant", "content": turn.text})
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_an_answer_that_is_left_ends_where_it_is(pieces: int, tight: VLM) -> None:
+    session = Session(tight)
+    stream = session.stream("what is it", [image(0)], 20, ignore_eos=True)
+    for _ in range(pieces):
+        next(stream)
+    said = [*stream.answer.tokens]
+    assert len(said) == pieces
+    got = session.ask("big", max_new_tokens=6, ignore_eos=True).tokens
+    if pieces:
+        assert got == judged("tight", [("what is it", 1), ("big", 0)], [20, 6], [said]).tokens
+        assert list(stream) == []  # nothing more comes of it
+        assert stream.result.stats.stop_reason == "cancelled"
+    else:  # nothing was read
+        assert got == judged("tight", [("big", 0)], [6], []).tokens
+
+
+def test_forks_go_their_own_ways(vlm: VLM) -> None:
+    system = {"role": "system", "content": "left"}
+    session = Session(vlm)
+    session.read([system, {"role": "user", "content": [{"type": "image"}]}], [image(0)])
+    questions = ["what is it", "how many red", "is it blue"]
+    forks = [session.fork() for _ in questions]
+    streams = [f.stream(q, max_new_tokens=5, ignore_eos=True) for f, q in zip(forks, questions, strict=True)]
+    for _ in range(6):
+        for stream in streams:
+            next(stream, None)
+    for question, stream in zip(questions, streams, strict=True):
+        alone = Session(vlm)
+        alone.read([system, {"role": "user", "content": [{"type": "image"}]}], [image(0)])
+        assert stream.result.tokens == alone.ask(question, max_new_tokens=5, ignore_eos=True).tokens
+        if vlm.level == "loose":
+            parts = [{"type": "image"}, {"type": "text", "text": question}]
+            whole = vlm.generate([system, {"role": "user", "content": parts}], [image(0)], 5, ignore_eos=True)
+            assert stream.result.tokens == whole.tokens
+    assert forks[0].context
+    assert session.context
+    assert forks[0].context.position > session.context.position
+    again = session.ask(questions[1], max_new_tokens=5, ignore_eos=True)
+    assert again.tokens == streams[1].result.tokens
+
+
+def test_a_fork_shares_the_store_until_one_of_them_compacts(tight: VLM) -> None:
+    session = Session(tight)
+    session.ask("what is it", [image(0)], 2, ignore_eos=True)
+    fork = session.fork()
+    assert session.context
+    assert fork.context
+    mine, its = session.context.state.arrays, fork.context.state.arrays
+    assert {name for name in mine if np.shares_memory(mine[name], its[name])} == {n for n in mine if "window" not in n}
+    before = {name: array.copy() for name, array in mine.items()}
+    fork.ask("how many red", [image(1)], 9, ignore_eos=True)
+    assert fork.context.state.compactions > session.context.state.compactions
+    for name, array in before.items():
+        np.testing.assert_array_equal(mine[name], array)
+
+
+def test_sessions_in_threads_share_the_weights(tight: VLM) -> None:
+    questions = ["what is it", "is it", "one two", "red"]
+    turns: list[list[Turn]] = [[(question, k % 2), ("big", 1)] for k, question in enumerate(questions)]
+    alone = [talk(Session(tight), chat, [5, 7]) for chat in turns]
+    together: dict[int, list[list[int]]] = {}
+    run: Callable[[int], None] = lambda i: together.update({i: talk(Session(tight), turns[i], [5, 7])})  # noqa: E731
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(turns))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[i] for i in range(len(turns))] == alone
+
+
+def test_memory_stays_the_same(tight: VLM) -> None:
+    session, sizes = Session(tight), set()
+    for _ in range(6):
+        session.ask("is it red", max_new_tokens=6, ignore_eos=True)
+        assert session.context
+        sizes.add(session.context.state.nbytes)
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_saved_session_goes_on_as_the_one_it_was(prefix: bool, vlm: VLM, tmp_path: Path) -> None:
+    session, path = Session(vlm), tmp_path / "chat.safetensors"
+    if prefix:
+        session.read([{"role": "user", "content": [{"type": "image"}]}], [image(0)])
+    else:
+        session.ask("what is it", [image(0)], 4, ignore_eos=True)
+    session.save(path)
+    loaded = Session.load(runtime.open(vlm.bundle.path, level=vlm.level, threads=1), path)
+    assert loaded.messages == session.messages
+    turns = [(s.ask("big", max_new_tokens=5, ignore_eos=True).tokens, s.messages) for s in (session, loaded)]
+    assert turns[0] == turns[1]
+    with pytest.raises(UserError, match="nothing yet: there is nothing to save"):
+        Session(vlm).save(path)
+
+
+def test_the_file_is_what_safetensors_reads(saved: Path, tight: VLM) -> None:
+    loaded = Session.load(tight, saved)
+    assert loaded.context
+    expected = loaded.context.state.arrays | {"logits": loaded.context.logits}
+    theirs = load_file(saved)
+    assert theirs.keys() == expected.keys()
+    for name, array in expected.items():
+        assert theirs[name].dtype == array.dtype
+        np.testing.assert_array_equal(theirs[name], array)
+
+
+@given(place=st.floats(0, 1), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_told(place: float, bit: int, saved: Path, tight: VLM) -> None:
+    content = bytearray(saved.read_bytes())
+    content[int(place * (len(content) - 1))] ^= 1 << bit
+    damaged = saved.with_name("damaged")
+    damaged.write_bytes(content)
+    with pytest.raises(UserError, match="damaged: no session, or damaged: ") as error:
+        Session.load(tight, damaged)
+    assert "\n" not in str(error.value)
+
+
+@given(content=st.binary(max_size=200) | st.integers(0, 10**4))
+def test_what_is_no_session_is_told(content: bytes | int, saved: Path, tight: VLM) -> None:
+    """Some bytes, a header that promises much, or the file as far as it was written."""
+    other = saved.with_name("other")
+    cut = saved.read_bytes()
+    other.write_bytes(content if isinstance(content, bytes) else cut[: min(content, len(cut) - 1)])
+    with pytest.raises(UserError, match="other: no session, or damaged"):
+        Session.load(tight, other)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300)
+@given(field=st.sampled_from([f.name for f in dataclasses.fields(sessions.Saved)]), value=JSON)
+def test_a_forged_file_is_told_or_harmless(field: str, value: Any, saved: Path, tight: VLM) -> None:
+    arrays, metadata = tensors.read(saved, "session")
+    forged = {**json.loads(metadata["session"]), field: value}
+    path = saved.with_name("forged")
+    tensors.write(path, arrays, metadata | {"session": json.dumps(forged)})
+    with contextlib.suppress(UserError):
+        Session.load(tight, path).ask("big", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape", "missing", "more"])
+def test_other_tensors_are_told(change: str, saved: Path, tight: VLM) -> None:
+    arrays, metadata = tensors.read(saved, "session")
+    some = next(iter(arrays))
+    if change == "dtype":
+        arrays[some] = arrays[some].astype(np.float64)
+    if change == "shape":
+        arrays[some] = arrays[some][:, :, 1:]
+    if change == "missing":
+        del arrays[some]
+    if change == "more":
+        arrays["more"] = np.zeros(3, np.float32)
+    path = saved.with_name("others")
+    tensors.write(path, arrays, metadata)
+    with pytest.raises(UserError, match="others: its tensors are not those of level tight, bucket 40"):
+        Session.load(tight, path)
+
+
+def test_files_of_others_are_told(saved: Path, tight: VLM, bundle_path: Path, tmp_path: Path) -> None:
+    theirs = runtime.open(toy.build(tmp_path / "other", unknown="loose"), level="tight", threads=1)
+    with pytest.raises(UserError, match=r"made with another bundle than .*other: open that one"):
+        Session.load(theirs, saved)
+    save_file({"a": np.zeros(3, np.float32)}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="no session, or damaged"):
+        Session.load(tight, tmp_path / "a.safetensors")
+    tensors.write(tmp_path / "b", {"a": np.zeros(3, np.float32)}, {"format": "something else"})
+    with pytest.raises(UserError, match="no session of this version"):
+        Session.load(tight, tmp_path / "b")
+    with pytest.raises(UserError, match="nowhere: cannot be read: "):
+        Session.load(tight, tmp_path / "nowhere")
+    again = runtime.open(bundle_path, level="loose", threads=1)  # its level is in the file
+    assert Session.load(again, saved).level == "tight"
+
+
+@pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
+def test_a_file_is_replaced_whole_or_not_at_all(
+    fails: str, saved: Path, tight: VLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, session = tmp_path / "chat", Session.load(tight, saved)
+    session.save(path)
+    before = path.read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    session.ask("big", max_new_tokens=2, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, {"write": "fdopen"}.get(fails, fails), full)
+        with pytest.raises(UserError, match=r"chat: cannot be written: .*No space left"):
+            session.save(path)
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["chat"]
+    session.save(path)
+    assert path.read_bytes() != before
+    with pytest.raises(UserError, match="cannot be written"):
+        session.save(tmp_path / "no folder" / "chat")
+
+
+def test_what_does_not_fit_is_told_and_nothing_is_lost(bundle_path: Path) -> None:
+    loose = Session(runtime.open(bundle_path, level="loose", threads=1))
+    loose.ask("what is it", [image(0)], 3, ignore_eos=True)
+    fork = loose.fork()
+    with pytest.raises(UserError, match=r"more tokens do not fit into the window of 24 tokens, .* level that compacts"):
+        loose.ask("red " * 20)
+    assert len(loose.messages) == len(fork.messages) == 2
+    options: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
+    assert loose.ask("big", **options).tokens == fork.ask("big", **options).tokens
+    tight = Session(runtime.open(bundle_path, level="tight", threads=1))
+    tight.ask("red " * 100, max_new_tokens=1)
+    with pytest.raises(UserError, match=r"the session has 12\d tokens, and the level only 120: begin anew"):
+        tight.ask("red " * 10)
+    mistakes: list[Any] = [("", []), ("what", "a.png"), ("what <image>", []), ([{"role": "user"}], [])]
+    for question, images in mistakes:
+        with pytest.raises(UserError):
+            tight.ask(question, images)
+    assert len(tight.messages) == 2
+
+
+def test_a_turn_that_broke_off_while_it_was_read_is_told(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vlm = runtime.open(bundle_path, level="tight", threads=1)
+    session = Session(vlm)
+    session.ask("what is it", [image(0)], 3, ignore_eos=True)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vlm, "_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.ask("big")
+    with pytest.raises(UserError, match="broke off, and the session is lost: load a saved one, or begin anew"):
+        session.ask("big")
+    for way in (lambda: session.save("nowhere"), session.fork, lambda: session.read("big")):
+        with pytest.raises(UserError, match="broke off"):
+            way()
