@@ -79,7 +79,7 @@ def fallback_ids(text: str) -> list[int]:
     return [2 + byte for byte in text.encode()]
 
 
-@given(st.text(max_size=60))
+@given(st.text(max_size=60).filter(lambda text: "<s>" not in text and "</s>" not in text))  # those are left out
 @example(SAMPLE)
 def test_text_by_byte_level_tokens(text: str) -> None:
     tokenizer = TOKENIZERS["byte_level"]
