@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,20 +90,30 @@ def prepare(folder: Path, choice: str, gpus: Sequence[str]) -> Kernels:
 def check_cpu(library: Path) -> None:
     """Compare the kernels for ONNX Runtime with their operators, on every instruction path that this machine runs.
 
-    A device may run a path that the graphs' own check here does not take, on sizes that this model does not have.
+    A device may run a path that the graphs' own check here does not take, on sizes that this model does not have. Each
+    runs in a process of its own: what crashes there must not take the build along without a word.
 
     Raises:
-        UserError: they differ; with the path and the shape.
+        UserError: they differ, with the path and the shape; or a kernel crashed.
     """
     loaded = ctypes.CDLL(str(library.resolve()))
+    fork = multiprocessing.get_context("fork")  # no second import of PyTorch
     for path in (name for name in cpu_library.PATHS if loaded.unicache_cpu_runs(name.encode())):
-        kernels = cpu_kernels(loaded, path)
-        try:
-            check_topk_gather(kernels, CASES, 0, "cpu")
-            check_attention(kernels, CPU_CASES, 0, "cpu", slots=700)
-            check_attention(kernels, LONG_CASES, 1, "cpu", slots=LONG)
-        except UserError as error:
-            raise UserError(f"{library.name}, {path}: {error}") from error
+        with ProcessPoolExecutor(1, fork) as pool:
+            try:
+                pool.submit(_check_path, library, path).result()
+            except UserError as error:
+                raise UserError(f"{library.name}, {path}: {error}") from error
+            except BrokenProcessPool:
+                raise UserError(f"{library.name}, {path}: a kernel crashed: build with  --kernels never") from None
+
+
+def _check_path(library: Path, path: str) -> None:
+    torch.set_num_threads(1)  # those of the process that was forked are gone
+    kernels = cpu_kernels(ctypes.CDLL(str(library.resolve())), path)
+    check_topk_gather(kernels, CASES, 0, "cpu")
+    check_attention(kernels, CPU_CASES, 0, "cpu", slots=700)
+    check_attention(kernels, LONG_CASES, 1, "cpu", slots=LONG)
 
 
 def check_cuda(library: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,36 @@ def test_a_cuda_kernel_with_an_error_by_one_blocks_the_bundle(
     assert error.count("\n") == 1
     assert f"the kernel of {'TopKGather' if fault == 'TIE_SHIFT' else 'QuantKVAttention'} is wrong" in error
     assert [*out.parent.iterdir()] == []
+
+
+def test_a_kernel_that_crashes_is_told_and_the_build_lives(
+    operator_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(kernels, "check_topk_gather", crash)
+    with pytest.raises(UserError, match=rf"{cpu_library.NAME}, \w+: a kernel crashed: .*--kernels never"):
+        kernels.check_cpu(operator_library)
+
+
+def test_kernels_are_compared_on_every_instruction_path(
+    operator_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compared = tmp_path / "compared"
+
+    def note(made: object, *_: object, **__: object) -> None:
+        with compared.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    for name in ("check_topk_gather", "check_attention"):
+        monkeypatch.setattr(kernels, name, note)
+    kernels.check_cpu(operator_library)
+    library = ctypes.CDLL(str(operator_library))
+    runs = [path for path in cpu_library.PATHS if library.unicache_cpu_runs(path.encode())]
+    processes = compared.read_text().split()
+    assert len(processes) == 3 * len(runs)
+    assert len(set(processes) - {str(os.getpid())}) == len(runs)
 
 
 @pytest.mark.slow
