@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -15,6 +17,7 @@ from engines import bundle as bundles
 from engines.bundle import Bundle
 from engines.errors import UserError
 from engines.plugins import cpu_library, store
+from tests import browser
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,6 +39,12 @@ def demo_bundle(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Bun
             command = [sys.executable, str(ROOT / "export" / "build.py"), "--out", str(shared)]
             subprocess.run(command, check=True, timeout=1500)
     return bundles.read(shared)
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A browser without a window, see tests/browser.py."""
+    yield from browser.started(tmp_path_factory.mktemp("profile"))
 
 
 @pytest.fixture(scope="session")

@@ -100,10 +100,12 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
             try:
                 yield answer.begin()
                 last = first
-                while not isinstance(last, Result):
+                while not isinstance(last, Result) and not watching.done():  # the client has not left
                     yield answer.piece(last)
+                    await asyncio.sleep(0)  # pieces may be waiting, and the loop must see who has left meanwhile
                     last = await anext(events)
-                yield answer.end(last)
+                if isinstance(last, Result):
+                    yield answer.end(last)
             except Refused as error:
                 yield event(error.body)
             finally:

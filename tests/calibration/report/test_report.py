@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from export import checkpoint as checkpoints
 from export import recipe as recipes
 from export.graphs import State
 from export.pipeline import Prepared
+from tests import browser
 from tests.export import tiny
 
 DEMO = Path(__file__).parents[3] / "models" / "demo-vlm"
@@ -136,42 +135,11 @@ def pages(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {name: made / f"{name}.html" for name in runs}
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
-    browser, driver = (shutil.which(name) for name in ("chromium", "chromedriver"))
-    if not browser or not driver:
-        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
-    options = selenium.ChromeOptions()
-    options.binary_location = browser
-    switches = (
-        "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
-        "disable-component-update disable-sync disable-dev-shm-usage"
-    )
-    for switch in [*switches.split(), f"user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(f"--{switch}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    running = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
-    yield running
-    running.quit()
-
-
-def opened(chromium: Any, page: Path, width: int, scheme: str) -> list[str]:
-    """Open a page as a screen of this width shows it; the addresses that it asked for."""
-    screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    chromium.get_log("performance")
-    chromium.get(page.as_uri())
-    events = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
-    return [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
-
-
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 @pytest.mark.parametrize("name", ["bare", "full", "demo"])
 def test_in_a_browser(chromium: Any, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
-    asked = opened(chromium, pages[name], width, scheme)
+    browser.screen(chromium, width, scheme)
+    asked = browser.opened(chromium, pages[name].as_uri())
     assert asked[0] == pages[name].as_uri()
     assert [url for url in asked[1:] if not url.startswith("data:")] == []
     assert chromium.get_log("browser") == []
