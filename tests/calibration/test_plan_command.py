@@ -55,7 +55,7 @@ def test_default_recipes_are_the_levels_of_the_default_bundle(
 ) -> None:
     rows = json.loads(plan(capsys, "--json")[1])["recipes"]
     assert set(demo_bundle.manifest.levels) == set(PLANNED)
-    assert [row["recipe"] for row in rows] == [*PLANNED, "pages"]  # the checkpoint's own, once
+    assert [row["recipe"] for row in rows] == [*PLANNED, "pages", "tuned"]  # the checkpoint's own, once
 
 
 def test_weights_are_not_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
