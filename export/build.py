@@ -209,7 +209,9 @@ def build(args: argparse.Namespace, folder: Path) -> None:
                 return partial(bar.advance, bar.add_task(what, total=total))
 
             where = args.samples or args.checkpoint / "samples"
-            why_not = assemble.write_into(folder, checkpoint, levels, prepared, where, task=looked)
+            # Of a level that was lightened: as it was given, and as it is built.
+            verdicts = [v for told in guarded.values() for v in (*told.verdicts[:1], *told.verdicts[1:][-1:])]
+            why_not = assemble.write_into(folder, checkpoint, levels, prepared, where, verdicts, looked)
         if why_not:
             print(f"without a report: {why_not}")
     plans = [plan for backend in backends[1:] for plan in _build_plans(backend, manifest, folder, console, kernels)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from calibration.commands.options import Commands, progress_bar
 from calibration.commands.plan import PLANNED
+from calibration.report import FILE, SAMPLES
 from engines.errors import UserError, positive
 
 
@@ -35,7 +36,8 @@ def add(commands: Commands) -> None:
         "--limit",
         type=positive,
         metavar="N",
-        help="where no map is given, measure it on N samples, spread evenly (default: 16)",
+        default=SAMPLES,
+        help=f"where no map is given, measure it on N samples, spread evenly (default: {SAMPLES})",
     )
     parser.add_argument("--guard", type=Path, action="append", metavar="FILE", help="of  guard --json ; repeat it")
     parser.add_argument("--trials", type=Path, metavar="FILE", help="the .json that  tune  writes beside a recipe")
@@ -47,7 +49,7 @@ def add(commands: Commands) -> None:
         metavar="FILE",
         help="of  scripts/compare_latency.py --json ; repeat it",
     )
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
+    parser.add_argument("--out", type=Path, default=Path(FILE), help=f"the page (default: {FILE})")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -55,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     from calibration.entropy import with_entropy
     from calibration.prepare import prepare
     from calibration.report import guard, page
-    from calibration.report.assemble import SAMPLES, figures, report, spread_out
+    from calibration.report.assemble import figures, report, spread_out
     from export import checkpoint as checkpoints
     from export import recipe as recipes
 
@@ -79,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
             return lambda: bar.advance(number)
 
         if found is None:
-            few = spread_out(known, arguments.limit or SAMPLES)
+            few = spread_out(known, arguments.limit)
             found = survey.measure(checkpoint, few, progress=task("attention map", len(few)))
         else:
             survey.check(found, checkpoint)

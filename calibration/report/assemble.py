@@ -9,7 +9,7 @@ from pathlib import Path
 from calibration import samples as sampling
 from calibration import survey
 from calibration.attention_map import AttentionMap
-from calibration.report import attention, pictures
+from calibration.report import FILE, SAMPLES, attention, pictures
 from calibration.report import measured as files
 from calibration.report.budget import budget
 from calibration.report.guard import GUARD, guard
@@ -21,8 +21,6 @@ from export.checkpoint import Checkpoint
 from export.pipeline import Prepared
 from export.recipe import Recipe
 
-FILE = "report.html"
-SAMPLES = 16  # that the attention map is measured on where none is given
 PACKAGES = ("torch", "transformers", "matplotlib")
 
 

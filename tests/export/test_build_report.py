@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines import bundle
+from engines.bundle import Bundle
 from engines.errors import UserError
 from export import build
 
@@ -23,6 +24,15 @@ def test_a_bundle_has_a_report_that_is_sealed_with_it(tiny_bundle: Path, tmp_pat
     (copy / REPORT).write_text(text.replace("<h2", "<h3", 1))
     with pytest.raises(UserError, match=f"{REPORT} is damaged"):
         bundle.read(copy)
+
+
+def test_it_tells_what_the_guard_found(demo_bundle: Bundle) -> None:
+    text = demo_bundle.file(REPORT).read_text()
+    verdicts = [v for level in demo_bundle.manifest.levels.values() for v in level.guard.verdicts[-1:]]
+    assert len(verdicts) >= 3
+    for verdict in verdicts:
+        assert f"{verdict.recipe} holds" in text
+        assert f"{verdict.perplexity_change:+.2f} %" in text
 
 
 def test_without_samples_or_without_wanting_it_there_is_none(
