@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from calibration.memory import write
 from engines.config import parse, parse_json
 from engines.errors import UserError, one_line
 
@@ -180,12 +180,7 @@ class AttentionMap:
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
         arrays = {statistic.name: np.asarray(getattr(self, statistic.name), order="C") for statistic in statistics()}
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            temporary.write_bytes(save(arrays, {"facts": json.dumps(dataclasses.asdict(self.facts))}))
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write(path, save(arrays, {"facts": json.dumps(dataclasses.asdict(self.facts))}))
 
     def plain(self) -> dict[str, Any]:
         """All but what is by channel, as JSON takes it; null is NaN."""

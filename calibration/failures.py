@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from calibration.statistics.rank import spearman
 from engines.guard import Failure
 
 CASES = 5  # observations below which nothing is said
@@ -69,7 +70,7 @@ def drift(divergences: Sequence[Sequence[float]], floor: float, limit: float) ->
         return Failure(DRIFT, None, None, limit, len(long), why)
     early = float(np.mean([row[: len(row) // 3].mean() for row in long]))
     late = float(np.mean([row[-(len(row) // 3) :].mean() for row in long]))
-    rise = float(np.mean([_spearman(row) for row in long]))
+    rise = float(np.mean(np.nan_to_num([spearman(row, range(len(row))) for row in long])))
     ratio = late / max(early, floor / 100)
     detail = f"logit KL rises from {early:.3g} to {late:.3g} nats, correlation with the step {rise:.2f}"
     drifts = late > floor and rise > 0.5
@@ -104,11 +105,3 @@ def loop(tokens: Sequence[int]) -> tuple[int, int] | None:
 def _failure(name: str, figure: float, limit: float, cases: int, detail: str, condition: bool = True) -> Failure:
     found = condition and figure > limit
     return Failure(name, found, figure, limit, cases, detail, REMEDIES[name] if found else "")
-
-
-def _spearman(row: NDArray[np.float64]) -> float:
-    """Rank correlation of a row with its index; equal values have the mean of their ranks."""
-    if np.ptp(row) == 0:
-        return 0.0
-    ranks = (row[:, None] > row).sum(axis=1) + ((row[:, None] == row).sum(axis=1) - 1) / 2
-    return float(np.corrcoef(ranks, np.arange(len(row)))[0, 1])

@@ -34,12 +34,32 @@ from engines.guard import Limits, Task, Verdict
 from export import recipe as recipes
 from export.buckets import bucket_length
 from export.checkpoint import Checkpoint
+from export.graphs import State
 from export.pipeline import Prepared
 from export.recipe import Recipe
 from export.stages.tokens import TEXT
 
 MOST = 64  # tokens of an answer that a model gives, at most
 Progress = Callable[[str], Callable[[], None]]  # takes what is about to be measured; what it gives, once a sample
+
+
+def size_of(checkpoint: Checkpoint, sample: Sample) -> tuple[int, int]:
+    """Images and text tokens of a prompt."""
+    ids, images = model_inputs(checkpoint.processor, sample)["input_ids"][0], len(sample.images)
+    return images, len(ids) - images * checkpoint.image_tokens
+
+
+def check_fits(checkpoint: Checkpoint, recipe: Recipe, samples: Sequence[Sample]) -> None:
+    """Refuse, before anything is read, a recipe whose bytes leave no room for the samples' prompts.
+
+    Raises:
+        UserError: that.
+    """
+    if recipe.heads.merge:  # how much room there is, is known once heads are merged
+        return
+    sizes = {size_of(checkpoint, sample) for sample in samples}
+    for length in {bucket_length(checkpoint, recipe, max(images, 1), text) for images, text in sizes}:
+        _ = State(checkpoint.decoder, recipe, length).capacities
 
 
 @dataclass(eq=False)

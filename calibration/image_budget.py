@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from calibration.evaluate import prompt_of
 from calibration.perceive import Perceive
 from calibration.samples import Sample, model_inputs
+from calibration.statistics.rank import spearman
 from engines.errors import UserError
 from engines.gate import Gate
 from engines.visual_counts import visual_counts
@@ -208,14 +209,4 @@ def agreement(images: Sequence[Image], threshold: float) -> float:
 
     NaN where all are alike.
     """
-    needs = [need(image.curve, threshold) for image in images]
-    first, second = _ranks(np.array([image.entropy for image in images])), _ranks(np.array(needs))
-    if min(first.std(), second.std()) == 0:
-        return math.nan
-    return float(np.corrcoef(first, second)[0, 1])
-
-
-def _ranks(values: NDArray) -> NDArray[np.float64]:
-    """Places in ascending order; equal values share the mean of theirs."""
-    _, inverse, count = np.unique(values, return_inverse=True, return_counts=True)
-    return (count.cumsum() - (count + 1) / 2)[inverse]
+    return spearman([image.entropy for image in images], [need(image.curve, threshold) for image in images])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from calibration import samples
-from calibration.guard import Guard
+from calibration.guard import Guard, check_fits
 from calibration.lighten import changes, lighter
 from calibration.samples import Sample
 from calibration.survey import warnings
@@ -54,13 +55,16 @@ def guarded(
     judged = [name for name in levels if found[name].note != UNCOMPRESSED and ways[name] != OFF]
     if not judged:
         return levels, found, samples.read(where) if needed else []
-    known, others, why = _samples(where, held_out, bool(folder or needed))
+    known, others, why = _samples(where, held_out, bool(folder or needed), say)
     if not others:
         notes = warnings(len(known), sum(bool(sample.images) for sample in known)) if known else []
         for warning in (f"not guarded: {why}", *notes):
             say(f"warning: {warning}")
         return levels, found | {name: Guarded(note=f"not guarded: {why}") for name in judged}, known
 
+    for name in judged:
+        with _named(levels[name]):
+            check_fits(checkpoint, levels[name], others)
     layers = max(levels[name].guard.layers for name in judged)
     guard = Guard(
         checkpoint,
@@ -88,13 +92,18 @@ def uncompressed(recipe: Recipe) -> bool:
     return dataclasses.replace(recipe, guard=off.guard).settings() == off.settings()
 
 
-def _samples(folder: Path, held_out: str | None, wanted: bool) -> tuple[list[Sample], list[Sample], str]:
+def _samples(
+    folder: Path, held_out: str | None, wanted: bool, say: Callable[[str], None]
+) -> tuple[list[Sample], list[Sample], str]:
     """Those to calibrate on, those to judge by, and why there are none of these."""
     if not (wanted or held_out or (folder / samples.FILE).is_file()):
         return [], [], f"no samples in {folder}"
     given = samples.read(folder, text_only=True)
     if held_out:
-        return given, samples.read(held_out, text_only=True)[:HELD_OUT], ""
+        others, notes = samples.apart(given, samples.read(held_out, text_only=True))
+        for note in notes:
+            say(f"warning: {note}")
+        return given, others[:HELD_OUT], ""
     try:
         known, others = samples.split(given)
     except UserError as error:
@@ -102,13 +111,19 @@ def _samples(folder: Path, held_out: str | None, wanted: bool) -> tuple[list[Sam
     return known, others[:HELD_OUT], ""
 
 
-def _judge(guard: Guard, recipe: Recipe, later: bool, way: str) -> tuple[Recipe, Guarded]:
+@contextlib.contextmanager
+def _named(recipe: Recipe) -> Iterator[None]:
     try:
-        tried = guard.first(itertools.chain([recipe], lighter(recipe) if way == LIGHTEN else ()), later)
+        yield
     except UserError as error:
         raise UserError(
             f"the guard cannot judge recipe {recipe.name}: {error}; --guard off builds it unjudged"
         ) from error
+
+
+def _judge(guard: Guard, recipe: Recipe, later: bool, way: str) -> tuple[Recipe, Guarded]:
+    with _named(recipe):
+        tried = guard.first(itertools.chain([recipe], lighter(recipe) if way == LIGHTEN else ()), later)
     chosen, verdict = tried[-1]
     if not (verdict.holds or (way == WARN and _finite(verdict))):
         lightest = f", even as {verdict.recipe}, the lightest of it" if way == LIGHTEN else ""

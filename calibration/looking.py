@@ -9,7 +9,7 @@ from torch import Tensor
 from calibration.attention_map import KINDS
 from calibration.evaluate import Prompt, prompt_of
 from calibration.observe import causal
-from calibration.samples import Sample, model_inputs
+from calibration.samples import Sample, model_inputs, shortened
 from calibration.sensitivity import read
 from calibration.statistics import attention, cache, persistence, similarity
 from engines.errors import UserError
@@ -39,7 +39,7 @@ def answered(checkpoint: Checkpoint, sample: Sample) -> tuple[Prompt, int]:
     more, reach = len(rest), checkpoint.max_positions()
     if len(prompt) + more > reach:
         raise UserError(
-            f"sample {sample.prompt!r} has {len(prompt) + more} tokens, the model reads {reach}: shorten it"
+            f"sample {shortened(sample.prompt)!r} has {len(prompt) + more} tokens, the model reads {reach}: shorten it"
         )
     return Prompt(
         embeddings=torch.cat([prompt.embeddings, rest]),

@@ -5,12 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from calibration.samples import Sample
 from engines.bundle import sha256
+from engines.errors import UserError, one_line
+
+FORMAT = 1  # of the files: to be raised where what is measured changes
+T = TypeVar("T")
 
 
 def digest(*known: Any) -> str:
@@ -23,12 +28,30 @@ def digest_of(samples: Sequence[Sample]) -> str:
     return digest([([sha256(path) for path in s.images], s.prompt, s.answer, s.task) for s in samples])
 
 
-def write(path: Path, text: str) -> None:
-    """The whole text or nothing."""
+def write(path: Path, content: str | bytes) -> None:
+    """The whole content or nothing; of two runs at once the last one's."""
+    with _beside(path) as folder:
+        part = Path(folder, path.name)
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(part, path)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before anything is measured, a file that could not be written.
+
+    Raises:
+        UserError: why.
+    """
+    try:
+        with _beside(path):
+            pass
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {one_line(error)}: choose another place") from error
+
+
+def _beside(path: Path) -> tempfile.TemporaryDirectory[str]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    return tempfile.TemporaryDirectory(prefix=".part.", dir=path.parent)
 
 
 class Memory:
@@ -42,18 +65,19 @@ class Memory:
     def __init__(self, folder: Path, *known: Any):
         self.folder, self.known, self.found = folder, known, 0
 
-    def __call__(self, measure: Callable[[], Any], *known: Any) -> Any:
-        """The plain data that `measure` gives; measured only if it is not in the folder.
+    def __call__(self, measure: Callable[[], Any], read: Callable[[Any], T], *known: Any) -> T:
+        """What `read` makes of the plain data that `measure` gives; measured only if it is not in the folder.
 
         Args:
+            read: fails if the data are damaged, or of other code: then they are measured again.
             known: what it depends on besides, plain data.
         """
-        path = self.folder / f"{digest(self.known, known)}.json"
+        path = self.folder / f"{digest(FORMAT, self.known, known)}.json"
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # not there, or damaged
+            found = read(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, LookupError, RecursionError, UserError):
             told = measure()
             write(path, json.dumps(told))
-        else:
-            self.found += 1
-        return told
+            return read(told)
+        self.found += 1
+        return found

@@ -45,7 +45,7 @@ def tables(recipe: Recipe, methods: Sequence[str] = METHODS) -> list[dict[str, A
     if own.method == "by-layer" or "by-layer" in methods:
         raise UserError(f"recipe {recipe.name}: give one, and methods, that are of all layers, not by-layer")
     found = []
-    for method in methods:
+    for method in dict.fromkeys(methods):
         default = method_of(recipe, {"method": method})
         shared = dataclasses.fields(default) if isinstance(own, Blockwise) and isinstance(default, Blockwise) else ()
         knobs = {f.name: getattr(own, f.name) for f in shared if f.name != "method" and hasattr(own, f.name)}

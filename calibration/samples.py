@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,8 @@ from engines.bundle import sha256
 from engines.errors import UserError, one_line
 
 FILE = "samples.jsonl"
+SHOWN = 160  # characters of a prompt or a file's name in a message
+KEYS = ("images", "prompt", "answer", "task")
 EASY_VQA, EASY_VQA_SAMPLES = "easy-vqa", 256  # in place of a folder: the images and questions of that package
 
 
@@ -53,7 +57,7 @@ def read(folder: str | Path, text_only: bool = False) -> list[Sample]:
     if not path.is_file():
         raise UserError(f"{path} does not exist: give a folder with {FILE} and its images by --samples")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() breaks texts, too: at U+2028 or U+0085
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
     samples = []
@@ -63,20 +67,34 @@ def read(folder: str | Path, text_only: bool = False) -> list[Sample]:
         where = f"{path}:{number}"
         try:
             data = json.loads(line)
-            images = [path.parent / name for name in data["images"]]
-            sample = Sample(images, data["prompt"], data.get("answer", ""), data.get("task", ""))
-            if not all(isinstance(text, str) for text in (sample.prompt, sample.answer, sample.task)):
-                raise TypeError("prompt, answer and task must be texts")
-        except (ValueError, KeyError, TypeError) as error:
+            samples.append(_sample(path.parent, data))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f'{where}: not {{"images": [...], "prompt": "..."}} ({error})') from error
-        if missing := [image for image in images if not image.is_file()]:
-            raise UserError(f"{where}: image {missing[0]} does not exist")
-        samples.append(sample)
+        if missing := [image for image in samples[-1].images if not os.path.isfile(image)]:
+            raise UserError(f"{where}: image {shortened(str(missing[0]))} does not exist")
     if not samples:
         raise UserError(f"{path} holds no sample: write one a line")
     if not text_only and not any(sample.images for sample in samples):
         raise UserError(f"{path}: no sample has an image; keys calibrated on text alone do not fit images")
     return samples
+
+
+def _sample(folder: Path, data: Any) -> Sample:
+    if not isinstance(data, dict):
+        raise TypeError("no object")
+    if unknown := [key for key in data if key not in KEYS]:
+        raise TypeError(f"unknown key {unknown[0]!r}; known keys: {', '.join(KEYS)}")
+    names, texts = data["images"], [data["prompt"], data.get("answer", ""), data.get("task", "")]
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise TypeError("images must be a list of file names")
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("prompt, answer and task must be texts")
+    return Sample([folder / name for name in names], *texts)
+
+
+def shortened(text: str) -> str:
+    """A text for a message of one line."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def easy_vqa(count: int = EASY_VQA_SAMPLES) -> list[Sample]:
@@ -102,7 +120,7 @@ def split(samples: Sequence[Sample], seed: int = 0, share: float = 0.25) -> tupl
     """
     parts: list[tuple[set[str], list[int]]] = []  # images, or a prompt without any, and the samples that share them
     for number, sample in enumerate(samples):
-        names, members = {sha256(path) for path in sample.images} or {sample.prompt}, [number]
+        names, members = _shown(sample), [number]
         for part in [part for part in parts if part[0] & names]:
             parts.remove(part)
             names, members = names | part[0], part[1] + members
@@ -118,6 +136,25 @@ def split(samples: Sequence[Sample], seed: int = 0, share: float = 0.25) -> tupl
     return [s for i, s in enumerate(samples) if i not in held], [s for i, s in enumerate(samples) if i in held]
 
 
+def apart(calibration: Sequence[Sample], held_out: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
+    """The held-out samples that share no image with calibration, whatever its file is called; and warnings.
+
+    Raises:
+        UserError: none is left.
+    """
+    known = set[str]().union(*map(_shown, calibration))
+    left = [sample for sample in held_out if not _shown(sample) & known]
+    shared = f"{len(held_out) - len(left)} of {len(held_out)} samples of --held-out share an image with --samples"
+    if not left:
+        raise UserError(f"{shared}: give others, or leave --held-out away and some of --samples are held out")
+    return left, [f"{shared}, and are left out"] * (len(left) < len(held_out))
+
+
+def _shown(sample: Sample) -> set[str]:
+    """What is in its images, or its prompt if it has none."""
+    return {sha256(path) for path in sample.images} or {sample.prompt}
+
+
 def model_inputs(processor: Any, sample: Sample) -> dict[str, Any]:
     """The Hugging Face processor's tensors for one sample as a user message, batch 1.
 
@@ -128,7 +165,7 @@ def model_inputs(processor: Any, sample: Sample) -> dict[str, Any]:
     try:
         return processed(processor, sample.prompt, images)
     except Exception as error:  # for example an image token in the prompt's text
-        raise UserError(f"sample {sample.prompt!r} makes no prompt: {one_line(error)}") from error
+        raise UserError(f"sample {shortened(sample.prompt)!r} makes no prompt: {one_line(error)}") from error
 
 
 def processed(processor: Any, question: str, images: Sequence[Image.Image]) -> dict[str, Any]:
@@ -140,6 +177,9 @@ def processed(processor: Any, question: str, images: Sequence[Image.Image]) -> d
 
 def _image(path: Path) -> Image.Image:
     try:
-        return Image.open(path).convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's PNG reader raises SyntaxError
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd tags and the like, about an image that is fine
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # more pixels than the runtime takes
+            return Image.open(path).convert("RGB")
+    except Exception as error:  # a decoder fails in many ways, and each of them is this file's fault
         raise UserError(f"image {path} cannot be read: {one_line(error)}") from error

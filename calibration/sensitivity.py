@@ -86,7 +86,11 @@ def allocate(
     layers = len(losses)
     units, first = int(keep * (1 - reserve) * UNIT * layers), max(1, int(least * UNIT))
     spent = spend(losses, ratios, units, first)
-    return [min(1.0, share * keep * layers / sum(spent)) for share in spent]
+    shares, left, rest = [0.0] * layers, keep * layers, sum(spent)
+    for layer in sorted(range(layers), key=lambda layer: -spent[layer]):  # what one cannot take, the others share
+        shares[layer] = min(1.0, spent[layer] * left / rest)
+        left, rest = left - shares[layer], rest - spent[layer]
+    return shares
 
 
 def check(keep: float, least: float, reserve: float = 0.1) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from calibration.attention_map import FEW, FORMAT, KINDS, QUANTILES, AttentionMap, Facts, Sizes, statistics
 from calibration.looking import read_sample
+from calibration.memory import write
 from calibration.samples import Sample
 from calibration.statistics import cache
 from calibration.statistics.kind import kind
@@ -31,6 +31,10 @@ from engines.errors import UserError
 from export.checkpoint import Checkpoint
 
 ROWS = 4096  # of keys and of values of each kind that percentiles are of, of all samples together
+DECIDING = (  # files of a checkpoint: configurations, tokenizer, chat template, weights
+    "*config.json", "tokenizer*", "*tokens*.json", "vocab.*", "merges.txt", "chat_template.*",
+    "*.model", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json",
+)  # fmt: skip
 SIGNALS = ("answer_entropy", "layer_similarity", "step_similarity")  # in the order that `kind` takes them
 TEXT_ONLY = "calibrated on text only: visual tokens have other ranges; give samples with images"
 
@@ -62,15 +66,15 @@ def measure(
         for index, sample in enumerate(samples):
             path = folder / f"{_name(weights, sample, seed, index, rows)}.safetensors"
             if not _whole(path):
-                _write(read_sample(checkpoint, sample, rows, np.random.default_rng([seed, index])), path)
+                write(path, save(read_sample(checkpoint, sample, rows, np.random.default_rng([seed, index]))))
             parts.append(path)
             progress()
         return _finish(checkpoint, samples, parts, weights, seed)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A hash of a checkpoint's configurations, tokenizer and weights."""
-    files = sorted(path for path in checkpoint.path.iterdir() if path.suffix in (".json", ".jinja", ".safetensors"))
+    """A hash of the files of a checkpoint that decide what the model says; others may lie beside them."""
+    files = sorted({path for pattern in DECIDING for path in checkpoint.path.glob(pattern) if path.is_file()})
     return hashlib.sha256("".join(f"{path.name} {sha256(path)}\n" for path in files).encode()).hexdigest()
 
 
@@ -98,12 +102,6 @@ def _whole(path: Path) -> bool:
     except (OSError, SafetensorError):
         return False
     return True
-
-
-def _write(part: dict[str, Tensor], path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(save(part))
-    os.replace(temporary, path)
 
 
 def _finish(

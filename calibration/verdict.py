@@ -11,7 +11,7 @@ from engines.guard import Task, Verdict
 def task_of(right: NDArray[np.float64]) -> Task:
     """Of [answers, 2], whether each is right without and with compression."""
     whole, compressed = 100 * right.mean(axis=0)
-    error = 100 * (right[:, 1] - right[:, 0]).std() / len(right) ** 0.5
+    error = 100 * (right[:, 1] - right[:, 0]).std(ddof=min(1, len(right) - 1)) / len(right) ** 0.5
     return Task(len(right), float(whole), float(compressed), float(compressed - whole), float(error))
 
 
@@ -33,7 +33,7 @@ def reasons_against(verdict: Verdict) -> list[str]:
     if not verdict.perplexity_change <= limits.perplexity:
         reasons.append(f"perplexity {verdict.perplexity_change:+.3g} % is above {limits.perplexity:+g} %")
     for name, task in verdict.tasks.items():
-        if task.change < -limits.task:
+        if not task.change >= -limits.task:
             reasons.append(f"task {name}: {task.change:+.1f} points are below {-limits.task:+g}")
     reasons += [f"{f.name}: {f.detail}; {f.remedy}" for f in verdict.failures if f.found]
     return reasons

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from calibration import modality_budget, precision, sensitivity, survey
 from calibration.candidates import THRESHOLDS, Draft, Move, heads
-from calibration.guard import Guard
+from calibration.guard import Guard, size_of
 from calibration.memory import Memory, digest_of
 from calibration.prepare import prepare
-from calibration.samples import Sample, model_inputs, split
+from calibration.samples import Sample, split
 from calibration.survey import FEW, fingerprint
 from engines.config import parse
+from engines.errors import UserError
 from engines.guard import Verdict
 from export.buckets import bucket_length
 from export.checkpoint import Checkpoint
@@ -68,25 +69,23 @@ class Workbench:
             UserError: too few samples for three parts.
         """
         self.checkpoint, self.base, self.later, self.progress = checkpoint, base, later, progress
-        rest, self.confirm = split(samples, seed, CONFIRM)
-        self.calibrate, self.choose = split(rest, seed, CHOOSE / (1 - CONFIRM))
+        try:
+            rest, self.confirm = split(samples, seed, CONFIRM)
+            self.calibrate, self.choose = split(rest, seed, CHOOSE / (1 - CONFIRM))
+        except UserError as error:
+            told = "samples are too few for three parts, with images that no other sample has: give more"
+            raise UserError(f"{len(samples)} {told}") from error
         parts = [digest_of(part) for part in (self.calibrate, self.choose, self.confirm)]
         self.memory = Memory(folder, fingerprint(checkpoint), parts, later)
         self.doing = ""
         self._decoders: dict[str, Decoder] = {}
-        self._sizes = [Counter(map(self._size, part)) for part in (self.choose, self.confirm)]
+        self._sizes = [Counter(size_of(checkpoint, sample) for sample in part) for part in (self.choose, self.confirm)]
 
     @property
     def warnings(self) -> list[str]:
         parts = {"choose": self.choose, "confirm": self.confirm}
         told = "{} samples to {} recipes by are few: from {} on the figures hold better"
         return [told.format(len(part), what, FEW) for what, part in parts.items() if len(part) < FEW]
-
-    def _size(self, sample: Sample) -> tuple[int, int]:
-        """Images and text tokens of a prompt."""
-        ids = model_inputs(self.checkpoint.processor, sample)["input_ids"][0]
-        images = len(sample.images)
-        return images, len(ids) - images * self.checkpoint.image_tokens
 
     def states(self, recipe: Recipe, confirm: bool = False) -> Iterator[tuple[State, int]]:
         """The KV states of the prompts to choose or to confirm by, and how many prompts have each."""
@@ -170,7 +169,7 @@ class Workbench:
             guard = self._confirming if confirm else self._choosing
             return dataclasses.asdict(guard.judge(recipe, self.later))
 
-        return parse(Verdict, self.memory(measure, "guard", confirm, recipe.settings()), "verdict")
+        return self.memory(measure, lambda told: parse(Verdict, told, "verdict"), "guard", confirm, recipe.settings())
 
     @cached_property
     def _few(self) -> Sequence[Sample]:
@@ -187,7 +186,9 @@ class Workbench:
             checkpoint = dataclasses.replace(self.checkpoint, decoder=self.decoder(recipe))
             return sensitivity.measure(checkpoint, recipe, self._few, self.later, progress=done).tolist()
 
-        return np.array(self.memory(measure, "sensitivity", recipe.settings()))
+        shape = self.checkpoint.decoder.num_layers, len(sensitivity.RATIOS)
+        read = partial(parse, list[list[float]], where="losses")
+        return self.memory(measure, lambda told: np.array(read(told)).reshape(shape), "sensitivity", recipe.settings())
 
     def densities(self, draft: Draft, **knobs: Any) -> Draft:
         """Slots for text and images by the densities of an attention map."""
@@ -198,7 +199,11 @@ class Workbench:
             budget = modality_budget.measured(found)
             return [budget.visual_density, budget.text_density]
 
-        visual, text = self.memory(measure, "densities")
+        def read(told: Any) -> tuple[list[float], list[float]]:
+            visual, text = parse(list[list[float]], told, "densities")
+            return visual, text
+
+        visual, text = self.memory(measure, read, "densities")
         return draft.but(modality=Density(visual_density=visual, text_density=text, **knobs))
 
     def by_layer(self, draft: Draft) -> Draft:
@@ -210,8 +215,13 @@ class Workbench:
             done = self.progress("what each layer bears", 2 * len(self._few))
             return precision.find(self.checkpoint, recipe, self._few, tables, BITS_KL, self.later, done).chosen
 
-        chosen = self.memory(measure, "precision", recipe.settings())
-        every = {"method": "by-layer", "layers": [tables[i] for i in chosen]}
+        def read(told: Any) -> list[dict[str, Any]]:
+            chosen = parse(list[int], told, "chosen")
+            if len(chosen) != self.checkpoint.decoder.num_layers:
+                raise ValueError("not a method for each layer")
+            return [tables[i] for i in chosen]
+
+        every = {"method": "by-layer", "layers": self.memory(measure, read, "precision", recipe.settings())}
         return draft.but(quantize=precision.method_of(recipe, every))
 
     def thresholds(self, draft: Draft) -> list[Move]:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from calibration.commands.options import Commands, numbers, progress_bar, share
+from calibration.commands.options import Commands, as_json, numbers, part, progress_bar
 from engines.errors import positive
+from engines.guard import Limits
 
 
 def add(commands: Commands) -> None:
@@ -33,7 +34,7 @@ def add(commands: Commands) -> None:
         "--samples", help="folder with samples.jsonl, or easy-vqa (default: CHECKPOINT/samples); some are held out"
     )
     parser.add_argument("--held-out", help="the same: other samples, all held out; those of --samples all calibrate")
-    parser.add_argument("--share", type=share, default=0.25, help="of the samples that are held out (default: 0.25)")
+    parser.add_argument("--share", type=part, default=0.25, help="of the samples that are held out (default: 0.25)")
     parser.add_argument("--seed", type=int, default=0, help="chooses these (default: 0)")
     parser.add_argument("--limit", type=positive, metavar="N", help="judge by the first N held-out samples only")
     parser.add_argument("--later", action="store_true", help="the question comes after the compression")
@@ -43,21 +44,20 @@ def add(commands: Commands) -> None:
         type=numbers,
         default={},
         metavar="NAME=NUMBER,...",
-        help="what a recipe may cost (default: its [guard]; what that leaves out is attention_kl=0.1,layers=3,"
-        "logit_kl=0.05,perplexity=5,task=5)",
+        help="what a recipe may cost (default: its [guard]; what that leaves out is "
+        + ",".join(f"{name}={limit:g}" for name, limit in dataclasses.asdict(Limits()).items())
+        + ")",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
     import itertools
-    import json
 
     from calibration import attention_map, guard_table, samples
-    from calibration.guard import Guard
+    from calibration.guard import Guard, check_fits
     from calibration.lighten import changes, lighter
     from engines.config import parse
-    from engines.guard import Limits
     from export import checkpoint as checkpoints
     from export import recipe as recipes
 
@@ -70,13 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
     recipe, *others = (limited(recipes.load(name, folder)) for name in (arguments.recipe, *arguments.lighter))
     given = samples.read(arguments.samples or folder / "samples", text_only=True)
     if arguments.held_out:
-        calibration, held_out = given, samples.read(arguments.held_out, text_only=True)
+        calibration, (held_out, notes) = given, samples.apart(given, samples.read(arguments.held_out, text_only=True))
     else:
-        calibration, held_out = samples.split(given, arguments.seed, arguments.share)
+        (calibration, held_out), notes = samples.split(given, arguments.seed, arguments.share), []
     held_out = held_out[: arguments.limit]
     known = attention_map.load(arguments.map) if arguments.map else None
     checkpoint = checkpoints.load(folder)
-    candidates = itertools.chain([recipe, *others], lighter((others or [recipe])[-1]) if arguments.lighten else [])
+    last = (others or [recipe])[-1]
+    candidates = itertools.chain([recipe, *others], lighter(last) if arguments.lighten else [])
+    for candidate in (recipe, *others):
+        check_fits(checkpoint, candidate, held_out)
     with progress_bar() as bar:
 
         def progress(what: str) -> Callable[[], None]:
@@ -88,12 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
     chosen, verdict = tried[-1]
     if arguments.json:
         used = chosen.settings() if verdict.holds else None
-        print(json.dumps({"recipe": used, "verdicts": [dataclasses.asdict(judged) for _, judged in tried]}))
+        print(as_json({"recipe": used, "verdicts": [dataclasses.asdict(judged) for _, judged in tried]}))
     for candidate, judged in tried if not arguments.json else ():
         print("\n".join(guard_table.lines(judged)))
         if candidate not in (recipe, *others):
-            print("it says: " + ", ".join(f"{key} = {value}" for key, value in changes(candidate, recipe).items()))
+            print("it says: " + ", ".join(f"{key} = {value}" for key, value in changes(candidate, last).items()))
         print()
-    for warning in verdict.warnings:
+    for warning in (*notes, *verdict.warnings):
         print(f"warning: {warning}", file=sys.stderr)
     return 0 if verdict.holds else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from calibration.commands.options import Commands, progress_bar, share
+from calibration.commands.options import Commands, as_json, progress_bar, share
 from engines.errors import positive
 
 
@@ -35,7 +35,6 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     import dataclasses
-    import json
 
     from calibration import samples
     from calibration.heads import choose, head_moments, predict
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         told = [[dataclasses.asdict(step) for step in steps] for steps in layers]
         saved = {"fp16_bytes_per_token": before * token, "merged_bytes_per_token": left * token}
-        print(json.dumps({"samples": len(chosen), "layers": told, "thresholds": thresholds, **saved}))
+        print(as_json({"samples": len(chosen), "layers": told, "thresholds": thresholds, **saved}))
         return
     print(f"error of a layer's attention output where KV heads are one, each layer by itself; {len(chosen)} samples")
     print("layer  cosine  error     KV saved  heads that are one")

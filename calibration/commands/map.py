@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from calibration.commands.options import Commands, progress_bar
+from calibration.commands.options import Commands, as_json, progress_bar
 from engines.errors import UserError, positive
 
 
@@ -26,11 +26,11 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    import json
     import shutil
 
     from calibration import attention_map, samples, survey
     from calibration.map_table import tables
+    from calibration.memory import check_writable
     from export import checkpoint as checkpoints
 
     checkpoint = checkpoints.load(arguments.checkpoint)
@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     work = out.with_name(f"{out.name}.work")
     if out.is_dir():
         raise UserError(f"{out} is a folder: give a file by --out")
+    check_writable(out)
     try:
         with progress_bar() as bar:
             task = bar.add_task("samples", total=len(chosen))
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"interrupted: the same command goes on from what is in {work}") from None
     found.save(out)
     shutil.rmtree(work)
-    print(json.dumps(found.plain()) if arguments.json else "\n".join(tables(found)))
+    print(as_json(found.plain()) if arguments.json else "\n".join(tables(found)))
     for warning in found.facts.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"wrote {out}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from calibration.commands.options import Commands, share
+from calibration.commands.options import Commands, as_json, share
 from engines.errors import positive
 
 
@@ -29,7 +29,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    import json
 
     from calibration import attention_map, modality_budget, samples, survey
     from export import checkpoint as checkpoints
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         densities = {"visual_density": budget.visual_density, "text_density": budget.text_density}
         shares = {"text_kept": left[:, 0].tolist(), "visual_kept": left[:, 1].tolist()}
-        print(json.dumps({"keep": arguments.keep, "text": text, "visual": visual, **densities, **shares}))
+        print(as_json({"keep": arguments.keep, "text": text, "visual": visual, **densities, **shares}))
         return
     print(f"a prompt of {text:.1f} text and {visual:.1f} visual tokens, of which a layer keeps {arguments.keep:.1%}")
     print("layer  density: text  image   kept: text   image")

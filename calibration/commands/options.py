@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -29,6 +30,7 @@ def number(fits: Callable[[float], bool], what: str) -> Callable[[str], float]:
 
 
 share = number(lambda share: 0 <= share <= 1, "from 0 to 1")
+part = number(lambda share: 0 < share < 1, "above 0 and below 1")
 nats = number(lambda nats: 0 < nats < 1e6, "above 0")
 size = number(lambda size: 0 <= size < 2**20, "of GiB from 0")
 
@@ -40,6 +42,19 @@ def numbers(text: str) -> dict[str, float | int]:
         return {name.strip(): float(number) if set(".e") & set(number) else int(number) for name, _, number in pairs}
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be NAME=NUMBER,..., got {text!r}") from None
+
+
+def as_json(told: Any, indent: int | None = None) -> str:
+    """Plain data as JSON, which knows no NaN and no infinity: null stands for them."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(part) for part in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(told), indent=indent, allow_nan=False)
 
 
 def progress_bar() -> Progress:

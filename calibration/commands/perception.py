@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from calibration.commands.options import Commands, progress_bar, share
+from calibration.commands.options import Commands, as_json, progress_bar, share
 from engines.errors import positive
 
 AGREES = 0.3  # rank correlation from which entropy is some guide
@@ -39,7 +39,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    import json
     import sys
 
     import numpy as np
@@ -85,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
     ]
     if arguments.json:
         rows = [dict(zip(("task", "image", "entropy", "coverage", "tokens"), row, strict=True)) for row in figures]
-        print(json.dumps({"images": rows, "mean": mean, "agreement": agreement, "recipe": fragment}))
+        print(as_json({"images": rows, "mean": mean, "agreement": agreement, "recipe": fragment}))
         return
     print(f"{len(images)} images of {len(chosen)} samples keep {mean:.1f} of {tokens} tokens on average")
     print("task                  images  entropy  coverage  tokens: mean   fewest   most")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from calibration.commands.options import Commands, nats, progress_bar
+from calibration.commands.options import Commands, as_json, nats, progress_bar
 from engines.errors import positive
 
 
@@ -36,8 +36,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    import json
-
     from calibration import precision, samples
     from export import checkpoint as checkpoints
     from export import recipe as recipes
@@ -53,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     losses, best, together = found.losses, found.chosen, found.together
     if arguments.json:
         figures = {"methods": tables, "kl": losses.tolist(), "chosen": best, "kl_together": together}
-        print(json.dumps({"samples": len(chosen), "limit_kl": arguments.limit_kl, **figures}))
+        print(as_json({"samples": len(chosen), "limit_kl": arguments.limit_kl, **figures}))
         return
     share = arguments.limit_kl / len(losses)
     print(f"KL of the answer's logits, nats a token, where one layer is quantized; {len(chosen)} samples")

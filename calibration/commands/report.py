@@ -55,8 +55,9 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from calibration import attention_map, samples, survey
     from calibration.entropy import with_entropy
+    from calibration.memory import check_writable, write
     from calibration.prepare import prepare
-    from calibration.report import guard, page
+    from calibration.report import guard
     from calibration.report.assemble import figures, report, spread_out
     from export import checkpoint as checkpoints
     from export import recipe as recipes
@@ -64,6 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
     folder, out = arguments.checkpoint, arguments.out
     if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"{out} is no file in a folder that exists: give one by --out")
+    check_writable(out)
     levels = {recipe.name: recipe for recipe in (recipes.load(name, folder) for name in arguments.recipe or PLANNED)}
     measured = figures(
         [verdict for file in arguments.guard or () for verdict in guard.read(file)],
@@ -87,5 +89,5 @@ def run(arguments: argparse.Namespace) -> None:
             survey.check(found, checkpoint)
         prepared = prepare(checkpoint, levels, known, task)
         levels = with_entropy(checkpoint, levels, {name: own.decoder for name, own in prepared.items()}, known, task)
-        page.write(out, report(checkpoint, levels, prepared, known, found, measured))
+        write(out, report(checkpoint, levels, prepared, known, found, measured))
     print(f"wrote {out} ({out.stat().st_size / 1024:.0f} KiB): open it in a browser")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from calibration.commands.options import Commands, number, numbers, progress_bar
+from calibration.commands.options import Commands, as_json, number, numbers, progress_bar
 from engines.errors import UserError
 
 _bytes = number(lambda count: 0 < count < 2**40, "of bytes above 0")
@@ -57,10 +57,8 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import json
-
     from calibration import recipe_file, samples, tune_table
-    from calibration.memory import write
+    from calibration.memory import check_writable, write
     from calibration.tune import Search
     from calibration.workbench import Workbench
     from engines.config import parse
@@ -71,11 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path("build") / f"{folder.resolve().name}.{arguments.name}.toml"
     if out.suffix != ".toml" or out.is_dir():
         raise UserError(f"--out {out}: give a file that ends in .toml")
+    if points is not None and "task" in arguments.limits:
+        raise UserError("--target-accuracy is the limit of every task: leave task out of --limits")
     base = recipes.load(arguments.recipe, folder)
     limits = dataclasses.asdict(base.guard) | ({} if points is None else {"task": -points}) | arguments.limits
     settings = base.settings() | {"name": arguments.name, "guard": limits}
     base = parse(recipes.Recipe, settings, "--name and --limits")
     given = samples.read(arguments.samples or folder / "samples", text_only=True)
+    check_writable(out)
     checkpoint, trials = checkpoints.load(folder), out.with_suffix(".trials")
     try:
         with progress_bar() as bar:
@@ -86,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return partial(bar.advance, task)
 
             bench = Workbench(checkpoint, base, given, trials, arguments.seed, arguments.later, progress)
+            for confirm in (False, True):  # the base is judged, too: fail before that if it cannot be
+                bench.bytes_per_token(base, confirm)
             search = Search(bench)
             recipe = search.by_accuracy() if points is not None else search.by_bytes(arguments.target_bytes_per_token)
     except KeyboardInterrupt:
@@ -95,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts = f"{len(bench.calibrate)} samples calibrated, {len(bench.choose)} chose, {len(bench.confirm)} confirmed"
     head = [_command(arguments), parts]
     told = {"command": head[0], "samples": parts, "trials": [dataclasses.asdict(trial) for trial in search.trials]}
-    write(out.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
+    write(out.with_suffix(".json"), as_json(told, indent=1) + "\n")
     write(out.with_suffix(".md"), "\n\n".join([*head, "\n".join(tune_table.lines(search.trials))]) + "\n")
     print("\n".join(tune_table.lines([trial for trial in search.trials if trial.step == "confirm"])))
     for warning in dict.fromkeys([*warnings, *(last.verdict.warnings if last.verdict else [])]):
@@ -111,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _command(arguments: argparse.Namespace) -> str:
     """What to type for the same again."""
     words = ["python", "-m", "calibration", "tune", str(arguments.checkpoint)]
-    for name in ("target_bytes_per_token", "target_accuracy", "samples", "recipe", "limits", "seed", "name"):
+    for name in ("target_bytes_per_token", "target_accuracy", "samples", "recipe", "limits", "seed", "name", "out"):
         if (value := getattr(arguments, name)) not in (None, {}):
             told = ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
             words += [f"--{name.replace('_', '-')}", f"{told:.12g}" if isinstance(told, float) else str(told)]

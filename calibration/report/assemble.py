@@ -9,11 +9,12 @@ from pathlib import Path
 from calibration import samples as sampling
 from calibration import survey
 from calibration.attention_map import AttentionMap
+from calibration.memory import write
 from calibration.report import FILE, SAMPLES, attention, pictures
 from calibration.report import measured as files
 from calibration.report.budget import budget
 from calibration.report.guard import GUARD, guard
-from calibration.report.page import Section, render, write
+from calibration.report.page import Section, render
 from calibration.report.recipes import recipes
 from engines.errors import UserError, one_line
 from engines.guard import Verdict

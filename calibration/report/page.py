@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -86,13 +85,3 @@ def render(title: str, facts: Sequence[str], warnings: Sequence[str], sections: 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return page.render(title=title, facts=facts, warnings=warnings, sections=[s for s in sections if s])
-
-
-def write(path: Path, text: str) -> None:
-    """Write the file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

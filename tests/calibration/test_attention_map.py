@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,21 @@ def test_heads_are_classed_by_what_text_looks_at(measured: AttentionMap) -> None
     share[0, 4] = np.nan
     changed = dataclasses.replace(measured, modality_share=share)
     assert changed.specialisation[0, :5].tolist() == ["image", "cross-modal", "cross-modal", "text", ""]
+
+
+def test_a_checkpoint_is_known_by_the_files_that_decide(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint.path, tmp_path / "copy", ignore=lambda *_: ["samples"])
+    known = survey.fingerprint(checkpoint)
+    other = dataclasses.replace(checkpoint, path=copy)
+    for name in ("accuracy_curve.json", "figures.json", "notes.txt"):
+        (copy / name).write_text("{}")
+    assert survey.fingerprint(other) == known
+    for path in checkpoint.path.glob("*.*"):
+        content = (copy / path.name).read_bytes()
+        (copy / path.name).write_bytes(content + b" ")
+        assert survey.fingerprint(other) != known, path.name
+        (copy / path.name).write_bytes(content)
+    assert survey.fingerprint(other) == known
 
 
 def test_an_interrupted_run_goes_on_to_the_same_map(
@@ -244,7 +260,7 @@ def test_an_interrupt_says_how_to_go_on(folder: Path, tmp_path: Path, capsys: An
         (["CHECKPOINT", "--samples", "nowhere"], "samples.jsonl does not exist"),
         (["CHECKPOINT", "--limit", "0"], "must be at least 1, got 0"),
         (["CHECKPOINT", "--out", "CHECKPOINT"], "is a folder: give a file by --out"),
-        (["CHECKPOINT", "--out", "CHECKPOINT/config.json/map"], "Not a directory"),
+        (["CHECKPOINT", "--out", "CHECKPOINT/config.json/map"], "config.json/map cannot be written"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(folder: Path, arguments: list[str], message: str, capsys: Any) -> None:

@@ -371,11 +371,24 @@ def test_command_prints_a_table_and_exits_with_1(
         (["--recipe", "off", "--limits", "layers=1.5"], "expected int"),
         (["--recipe", "off", "--map", "nowhere"], "nowhere is no attention map"),
         (["--recipe", "off", "--limit", "0"], "must be at least 1"),
+        (["--recipe", "off", "--share", "0"], "--share: must be a number above 0 and below 1, got '0'"),
+        (["--recipe", "off", "--share", "1"], "--share: must be a number above 0 and below 1, got '1'"),
+        (["--recipe", "off", "--held-out", "SAMPLES"], "share an image with --samples: give others"),
+        (["--recipe", "TIGHT"], "recipe tight: kv_bytes = 0.001 leaves"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(
-    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (tight := tmp_path / "tight.toml").write_text("[budget]\nkv_bytes = 0.001\n")
+    monkeypatch.setattr(guards.Guard, "__init__", None)  # nothing is read before a mistake is found
+    places = {"SAMPLES": str(folder / "samples"), "TIGHT": str(tight)}
+    arguments = [places.get(word, word) for word in arguments]
     assert command_line.main(["guard", str(folder), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from calibration import guard as guards
 from calibration import levels, samples
@@ -176,8 +177,13 @@ def test_samples_of_ones_own_may_be_held_out(checkpoint: Checkpoint, tmp_path: P
     with pytest.raises(UserError, match=r"samples\.jsonl does not exist"):
         guarded(checkpoint, LIGHT, held_out=str(tmp_path))
     others = tmp_path / "others"
-    tiny.samples(others, 3)
-    _, found, known, _ = guarded(checkpoint, LIGHT, held_out=str(others))
+    tiny.samples(others, 5)
+    with pytest.raises(UserError, match=r"5 of 5 samples of --held-out share an image"):
+        guarded(checkpoint, LIGHT, held_out=str(others))
+    for i in range(3):
+        Image.fromarray(tiny.picture(100 + i)).save(others / f"{i}.png")
+    _, found, known, said = guarded(checkpoint, LIGHT, held_out=str(others))
+    assert said[0].startswith("warning: 2 of 5 samples of --held-out share an image")
     assert len(known) == 8
     (verdict,) = found["light"].verdicts
     assert (verdict.calibrated, verdict.held_out) == (8, 3)
@@ -189,6 +195,14 @@ def test_off_reads_samples_only_where_they_are_needed(checkpoint: Checkpoint, tm
     _, found, known, said = guarded(checkpoint, OFF, HARD, LIGHT, way="off")
     assert [found[name].note for name in ("hard", "light")] == ["not guarded: off"] * 2
     assert (len(known), said) == (8, [])
+
+
+def test_a_recipe_that_leaves_no_room_is_named_before_anything_is_read(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(levels, "Guard", None)
+    with pytest.raises(UserError, match=r"the guard cannot judge recipe tight: .*kv_bytes = 0.001 .*--guard off"):
+        guarded(checkpoint, tiny.recipe(name="tight", budget={"kv_bytes": 0.001}))
 
 
 def test_a_recipe_that_cannot_be_judged_is_named(checkpoint: Checkpoint) -> None:

@@ -76,6 +76,9 @@ def test_a_layer_that_needs_nothing_gets_the_least_and_the_shares_add_up() -> No
     shares = allocate(losses, [0.05, 0.25, 1.0], keep=0.3, least=0.1)
     assert sum(shares) == pytest.approx(3 * 0.3)
     assert shares[0] > shares[2] > shares[1] >= 0.1
+    greedy = allocate(np.array([[9.0, 8.0, 0.0]] + [[0.1, 0.0, 0.0]] * 2), [0.05, 0.25, 1.0], keep=0.9, least=0.01)
+    assert greedy[0] == 1.0  # and what it cannot take goes to the others
+    assert greedy[1:] == pytest.approx([0.85, 0.85])
     with pytest.raises(UserError, match=r"keep = 0.05 leaves less"):
         allocate(losses, [0.05, 0.25, 1.0], keep=0.05, least=0.1)
 

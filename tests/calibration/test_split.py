@@ -62,6 +62,18 @@ def test_the_seed_chooses_and_names_of_files_do_not(images: list[Path], tmp_path
     )
 
 
+def test_held_out_samples_that_calibration_has_seen_are_left_out(images: list[Path], tmp_path: Path) -> None:
+    copy = Path(shutil.copy(images[0], tmp_path / "copy.png"))
+    known = [Sample([images[0]], "what ?"), Sample([], "how many ?")]
+    others = [Sample([copy, images[2]], "and this ?"), Sample([images[1]], "what ?"), Sample([], "how many ?")]
+    left, (warning,) = samples.apart(known, others)
+    assert left == others[1:2]
+    assert warning.startswith("2 of 3 samples of --held-out share an image")
+    assert samples.apart(known, left) == (left, [])
+    with pytest.raises(UserError, match=r"2 of 2 samples of --held-out share an image .*: give others"):
+        samples.apart(known, known)
+
+
 def test_one_image_cannot_be_split(images: list[Path]) -> None:
     with pytest.raises(UserError, match="3 samples are too few to hold some out"):
         samples.split([Sample([images[0]], str(i)) for i in range(3)])

@@ -138,8 +138,14 @@ def test_another_checkpoint_or_other_samples_are_measured_again(plants: Path, tm
     first = bench(plants, tmp_path)
     recipe = first.at(Draft(first.base), 300)
     verdict = first.judge(recipe)
+    (plants / "accuracy_curve.json").write_text("{}")  # decides nothing
     known = bench(plants, tmp_path)
     assert (known.judge(recipe), known.memory.found) == (verdict, 1)
+    (file,) = tmp_path.glob("*.json")
+    kept_verdict = json.loads(file.read_text())
+    file.write_text(json.dumps({key: figure for key, figure in kept_verdict.items() if key != "failures"}))
+    assert (known.judge(recipe), known.memory.found) == (verdict, 1)  # measured again
+    assert json.loads(file.read_text()) == kept_verdict
     asked = plants / "samples" / samples.FILE
     lines = asked.read_text()
     asked.write_text(lines.replace('prompt": "', 'prompt": "how many ? ', 1))

@@ -59,8 +59,8 @@ def test_from_command_to_a_recipe_and_a_table(folder: Path, tmp_path: Path, caps
     assert [trial["step"] for trial in told["trials"]] == ["base", "modalities", "confirm", "confirm"]
     assert first["bytes_per_token"] <= 450
     command = out.read_text().splitlines()[0].removeprefix("# ")
-    assert shlex.split(command)[3:-4] == [*words[:4], "--recipe", "balanced", *words[4:]]
-    assert shlex.split(command)[-4:] == ["--seed", "0", "--name", "mine"]
+    assert shlex.split(command)[3:-6] == [*words[:4], "--recipe", "balanced", *words[4:]]
+    assert shlex.split(command)[-6:] == ["--seed", "0", "--name", "mine", "--out", str(out)]
     table = out.with_suffix(".md").read_text()
     rows = [line for line in table.splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + len(told["trials"])
@@ -95,6 +95,9 @@ def test_a_refused_recipe_is_not_written(folder: Path, tmp_path: Path, capsys: p
         (["--target-accuracy", "-1", "--limits", "kl=2"], "unknown key 'kl'"),
         (["--target-accuracy", "-1", "--limits", "logit_kl=0"], "768 bytes a token tuned does not hold: "),
         (["--target-accuracy", "-1", "--name", "a b"], "a recipe's name is letters"),
+        (["--target-accuracy", "-1", "--limits", "task=50"], "--target-accuracy is the limit of every task"),
+        (["--target-accuracy", "-1", "--out", "/dev/null/recipe.toml"], "/dev/null/recipe.toml cannot be written"),
+        (["--target-accuracy", "-1", "--recipe", "tight.toml"], "tuned: kv_bytes = 0.001 leaves"),
         (["--target-accuracy", "-1", "--out", "recipe"], "give a file that ends in .toml"),
         (["--target-accuracy", "-1", "--recipe", "nothing"], "no recipe 'nothing'"),
         (["--target-accuracy", "-1", "--samples", "nowhere"], "samples.jsonl does not exist"),
@@ -109,17 +112,19 @@ def test_mistakes_are_one_line_and_leave_no_recipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    tight = tmp_path / "tight.toml"
+    tight.write_text("[budget]\nkv_bytes = 0.001\n")
     assert command_line.main(["tune", str(folder), *words]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-    assert not [*tmp_path.rglob("*.toml")]
+    assert [*tmp_path.rglob("*.toml")] == [tight]
 
 
 def test_too_few_samples_for_three_parts_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = tiny.save(tmp_path / "checkpoint", count=2)
     assert command_line.main(["tune", str(few), "--target-accuracy", "-1"]) == 2
-    assert "are too few to hold some out" in capsys.readouterr().err
+    assert "2 samples are too few for three parts" in capsys.readouterr().err
 
 
 OWN: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 
 from calibration import guard as guards
 from calibration.verdict import task_of
-from engines.guard import Failure, Limits, Verdict
+from engines.guard import Failure, Limits, Task, Verdict
 
 
 def verdict(**figures: Any) -> Verdict:
@@ -36,6 +36,7 @@ def verdict(**figures: Any) -> Verdict:
         ({"perplexity_change": -50.0}, []),
         ({"tasks": {"t": task_of(np.array([[1.0, 0.0]] * 6 + [[0.0, 0]] * 94))}}, ["task t: -6.0 points are below -5"]),
         ({"tasks": {"t": task_of(np.array([[0.0, 1.0]] * 9))}}, []),
+        ({"tasks": {"t": Task(1, 100.0, math.nan, math.nan, 0.0)}}, ["task t: +nan points are below -5"]),
         ({"logit_kl": 0.06, "limits": Limits(logit_kl=0.07)}, []),
         ({"failures": [Failure("f", True, 1.0, 0.0, 9, "it fails", "mend it")]}, ["f: it fails; mend it"]),
         ({"failures": [Failure("f", None, None, 0.0, 9, "who knows")]}, []),
@@ -49,6 +50,7 @@ def test_standard_errors_are_paired() -> None:
     right = np.array([[1, 1], [1, 0], [0, 1], [1, 0], [1, 1], [1, 0]], dtype=float)
     change = [b - a for a, b in right]
     mean = sum(change) / 6
-    error = math.sqrt(sum((x - mean) ** 2 for x in change) / 6) / math.sqrt(6)
+    error = math.sqrt(sum((x - mean) ** 2 for x in change) / 5) / math.sqrt(6)
     found = task_of(right)
     assert (found.change, found.error) == pytest.approx((100 * mean, 100 * error))
+    assert task_of(right[1:2]).error == 0  # one answer tells nothing of its error
