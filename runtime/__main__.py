@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import sys
+import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from engines.backend import Status
-from engines.errors import Parser, UserError, command
+from engines.errors import Parser, UserError, command, positive
 from runtime.server import command as server
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ BYTES = 1024
 
 def main(argv: list[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # of odd tags and the like, about an image that is fine
     arguments.run(arguments)
 
 
@@ -55,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     chat.set_defaults(run=_chat)
     _model(chat)
+    chat.add_argument("--room", type=positive, metavar="N", help="take memory for N tokens, as for the shortest bucket "
+                      "that holds them (`info` lists them), and keep more of a long chat; it may be longer where the "
+                      "level compacts (default: for the first turn; where it never compacts, the longest)")  # fmt: skip
     _drawn(chat)
 
     info = commands.add_parser("info", help="what a bundle holds and what can run it here")
@@ -113,7 +119,9 @@ def _chat(arguments: argparse.Namespace) -> None:
 
     sampling = _sampling(arguments)
     check_number("max_new_tokens", arguments.max_new_tokens, 1)
-    Chat(_opened(arguments), arguments.max_new_tokens, sampling).run(sys.stdin)
+    if isinstance(sys.stdin, io.TextIOWrapper):  # names of files may be any bytes, and questions are told if they are
+        sys.stdin.reconfigure(errors="surrogateescape")
+    Chat(_opened(arguments), arguments.max_new_tokens, sampling, arguments.room).run(sys.stdin or io.StringIO())
 
 
 def _ask(arguments: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HELP = """Type a question. An answer is broken off with Ctrl-C.
 /image FILE   give an image with the next question; repeat it for several
 /save FILE    write the chat to a file
-/load FILE    go on with a chat that was written
+/load FILE    go on with a chat that was written; like /reset, it drops images that were not asked about
 /reset        begin anew
 /info         what the chat takes
 /quit         or the end of the input"""
@@ -30,9 +30,9 @@ KIB = 1024
 class Chat:
     """A session, and the images for the next question."""
 
-    def __init__(self, vlm: VLM, max_new_tokens: int, sampling: Sampling) -> None:
-        self.vlm, self.max_new_tokens, self.sampling = vlm, max_new_tokens, sampling
-        self.session, self.images = Session(vlm), list[str]()
+    def __init__(self, vlm: VLM, max_new_tokens: int, sampling: Sampling, room: int | None = None) -> None:
+        self.vlm, self.max_new_tokens, self.sampling, self.room = vlm, max_new_tokens, sampling, room
+        self.session, self.images = Session(vlm, room), list[str]()
 
     def run(self, lines: TextIO) -> None:
         """Answer every line, until they end."""
@@ -67,12 +67,16 @@ class Chat:
             self._ask(line)
 
     def _ask(self, question: str) -> None:
-        stream = self.session.stream(question, self.images, self.max_new_tokens, sampling=self.sampling)
-        with _interruptible(stream):
-            for piece in stream:
-                print(piece, end="", flush=True)
+        images, self.images = self.images, []
+        try:
+            stream = self.session.stream(question, images, self.max_new_tokens, sampling=self.sampling)
+            with _interruptible(stream):
+                for piece in stream:
+                    print(piece, end="", flush=True)
+        except UserError as error:
+            dropped = f"; its images are dropped: {', '.join(images)}" if images else ""
+            raise UserError(f"{error}{dropped}") from error
         print(flush=True)
-        self.images = []
 
     def _image(self, file: str) -> None:
         self.vlm.pixels([file])  # a mistake is told here, and not with the question
@@ -82,10 +86,10 @@ class Chat:
         self.session.save(file)
 
     def _load(self, file: str) -> None:
-        self.session = Session.load(self.vlm, file)
+        self.session, self.images = Session.load(self.vlm, file), []
 
     def _reset(self) -> None:
-        self.session, self.images = Session(self.vlm), []
+        self.session, self.images = Session(self.vlm, self.room), []
 
     def _info(self) -> None:
         context = self.session.context

@@ -152,8 +152,12 @@ class TextStream:
         self._request.cancelled.set()
 
     def close(self) -> None:
-        """End the answer here, and free its memory."""
-        self._pieces.close()
+        """End the answer here, and free its memory; while another thread reads it, `cancel` it."""
+        try:
+            self._pieces.close()
+        except ValueError:  # the generator is running
+            self.cancel()
+            return
         self.answer.stats.stop_reason = self.answer.stats.stop_reason or "cancelled"
 
     @property

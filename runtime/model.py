@@ -210,10 +210,10 @@ class VLM:
         context, split = (request.context, 0) if request.context else self._begin(request, rows, visual, stats)
         stats.bucket, state = context.bucket.length, context.state
         if not context.bucket.compact and (behind := len(rows) - split) > state.free:
+            advice = "begin a new session" if request.keep else "ask with the image (without question_later)"
             raise UserError(
                 f"{behind} more tokens do not fit into the window of {state.window} tokens, {state.free} of them free, "
-                "which this level never compacts: ask with the image (without question_later), begin a new session, or "
-                "choose a level that compacts"
+                f"which this level never compacts: {advice}, or choose a level that compacts"
             )
         context.whole = False
         self._extend(context, rows, visual, split, request, stats)
@@ -226,9 +226,7 @@ class VLM:
     def _begin(self, request: Request, rows: Rows, visual: np.ndarray, stats: Stats) -> tuple[Context, int]:
         """Prefill the first rows, and how many they are."""
         level, text = self.bundle.manifest.levels[request.level], int(np.count_nonzero(rows.kinds == TEXT))
-        bucket = choose_bucket(len(rows), text, level)
-        if request.room > bucket.length:
-            bucket = choose_bucket(request.room, text, level)
+        bucket = choose_bucket(len(rows), text, level, request.room)
         first = first_part(rows, bucket)
         split = min(rows.after_images, first) if request.question_later else first
         state, logits = self._prefill(rows[:split], visual, bucket, stats)

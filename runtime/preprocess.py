@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -78,13 +77,13 @@ def opened(file: Path | BytesIO, name: str) -> Iterator[PILImage]:
     from PIL import Image
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd tags and the like, on the terminal, about an image that is fine
-            # Pillow warns above MAX_IMAGE_PIXELS (89 megapixels) and refuses only twice that: refuse both, unread.
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            Image.init()
-            with Image.open(file, formats=[kind for kind in FORMATS if kind in Image.OPEN]) as image:
-                yield image
+        Image.init()
+        with Image.open(file, formats=[kind for kind in FORMATS if kind in Image.OPEN]) as image:
+            # Pillow warns above its limit (89 megapixels) and refuses only twice that. Filters of warnings belong to
+            # the whole process, so its warning is not made an error: other threads may open images too.
+            if (limit := Image.MAX_IMAGE_PIXELS) is not None and image.width * image.height > limit:
+                raise Image.DecompressionBombError(f"{image.width} x {image.height}, more than {limit}")
+            yield image
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise UserError(f"{name}: too many pixels: shrink the image ({one_line(error)})") from error
     except Exception as error:  # a decoder fails in many ways, and each of them is this file's fault

@@ -93,17 +93,21 @@ def image_positions(ids: Sequence[int], image_token_id: int, image_tokens: int) 
     return starts[:, None] + np.arange(image_tokens)
 
 
-def choose_bucket(tokens: int, text: int, level: Level) -> Bucket:
+def choose_bucket(tokens: int, text: int, level: Level, room: int = 0) -> Bucket:
     """The shortest bucket that holds a prompt of `tokens` rows, `text` of them text; else the longest, which goes on.
 
     What does not fit into it is read behind it, through its window: however much, if that is compacted.
+
+    Args:
+        room: no bucket is taken that is shorter, but the longest.
 
     Raises:
         UserError: it is not, and the prompt is longer than bucket and window, or has more text than can be kept of it.
     """
     buckets = sorted(level.buckets, key=lambda bucket: bucket.length)
     for bucket in buckets:
-        if tokens <= bucket.length and (bucket.shortened is None or bucket.shortened.fits(tokens, text)):
+        holds = max(tokens, min(room, buckets[-1].length)) <= bucket.length
+        if holds and (bucket.shortened is None or bucket.shortened.fits(tokens, text)):
             return bucket
     longest = buckets[-1]
     short, free = longest.shortened, longest.window - longest.recent

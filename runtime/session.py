@@ -11,6 +11,7 @@ Sessions of one model share its weights; each has a state of its own, of one siz
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from runtime import tensors
 from runtime.generate import Request, Result, Stats, TextStream
 from runtime.model import MAX_NEW_TOKENS, VLM, check_options
 from runtime.prompt import messages_of
-from runtime.sampling import GREEDY, Sampling
+from runtime.sampling import GREEDY, Sampling, check_number
 from runtime.state import Context, State
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from runtime.prompt import Prompt
 
 FORMAT = "unicache-edge session 1"
-MARK, END = "\ue000new\ue001", "\ue000end\ue001"  # around what a turn adds to a rendered chat; characters of no text
+MARK = "\ue000{}\ue001"  # with a number that makes it unique: stands around what a turn adds to a rendered chat
 ASSISTANT = "assistant"
 
 
@@ -69,18 +70,22 @@ class Session:
     Not for several threads at once; different sessions are.
 
     Attributes:
-        messages: said so far, as far as they were read; the answers are the model's.
+        messages: said so far, as far as they were read; the answers as they were given. The model has read all of an
+            answer's tokens: those of a stop string too, or end tokens with `ignore_eos`, which no text shows.
         context: what the model has read; None before the first turn.
     """
 
     def __init__(self, vlm: VLM, room: int | None = None) -> None:
         """
         Args:
-            room: tokens of the chat that its store should suit: it is that of the shortest bucket for so many; by
-                default of the longest. A chat may be longer at every level that compacts.
+            room: tokens of the chat that its memory should suit: it is that of the shortest bucket for so many. By
+                default for the first turn, and the chat may be longer; at a level that never compacts, of the longest.
         """
+        if room is not None:
+            check_number("room", room, 1)
         self.vlm, self.level = vlm, vlm.level_for(question_later=True)
-        self.room = max(b.length for b in vlm.bundle.manifest.levels[self.level].buckets) if room is None else room
+        buckets = vlm.bundle.manifest.levels[self.level].buckets
+        self.room = room or (0 if all(b.compact for b in buckets) else max(b.length for b in buckets))
         self.messages: list[dict[str, Any]] = []
         self.context: Context | None = None
         self._unread: list[int] = []
@@ -144,8 +149,8 @@ class Session:
     def fork(self) -> Session:
         """Another session that has read the same, and goes its own way."""
         self._settle()
-        twin = Session(self.vlm, self.room)
-        twin.level, twin._space = self.level, self._space
+        twin = Session(self.vlm)
+        twin.level, twin.room, twin._space = self.level, self.room, self._space
         twin.messages, twin._unread = [*self.messages], [*self._unread]
         twin.context = self.context.copy() if self.context else None
         return twin
@@ -197,7 +202,7 @@ class Session:
         }
         if wrong := [name for name, right in in_range.items() if not right]:
             raise UserError(f"{path}: {wrong[0]} is out of range")
-        session = cls(vlm, bucket.length)
+        session = cls(vlm)  # its room is that of the context
         session.level, session._unread, session._space = saved.level, saved.unread, saved.space
         session.messages = messages_of(saved.messages, 0)
         logits = arrays.pop("logits")
@@ -228,6 +233,8 @@ class Session:
         """Let the last answer end where it is, and put it into the chat."""
         if self._turn:
             self._turn.close()
+            if not self._turn.answer.stats.stop_reason:
+                raise UserError("another thread reads the last answer: let it end first")
         if self._answer and self.context:
             answer, start = self._answer
             self._unread = answer.tokens[self.context.position - start :]
@@ -242,13 +249,16 @@ class Session:
         Args:
             begun: without what follows the last of them: it may go on.
         """
-        messages = self._joined(new, MARK) if self.context else new
+        said = "".join(part.get("text", "") for each in [*self.messages, *new] for part in _parts(each))
+        mark = next(mark for mark in map(MARK.format, itertools.count()) if mark not in said)
+        messages = self._joined(new, mark) if self.context else new
         if begun:
-            messages = [*messages[:-1], _longer(messages[-1], [_text(END)])]
-        text = self.vlm.prompts.text(messages, 0)
-        if (self.context and MARK not in text) or (begun and END not in text):
-            raise UserError("the model's chat template leaves out what it is given: ask everything in one prompt")
-        return self._space + text.rpartition(MARK)[2].partition(END)[0]
+            messages = [*messages[:-1], _longer(messages[-1], [_text(mark)])]
+        parts = self.vlm.prompts.text(messages, 0).split(mark)
+        behind = int(self.context is not None)
+        if len(parts) != 1 + behind + begun:
+            raise UserError("the model's chat template leaves out or repeats what it is given: ask all in one prompt")
+        return self._space + parts[behind]
 
     def _joined(self, new: list[dict[str, Any]], mark: str = "") -> list[dict[str, Any]]:
         """The chat with new messages, the first of which may go on with the last; the mark where they begin."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ LENGTH, MOST_HEADER = 8, 100 << 20
 
 
 def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    """Write the file, whole or not at all: a file that is there is replaced when all is on the disk."""
+    """Write the file, whole or not at all: a file that is there, or that a link leads to, is replaced at the end."""
     header: dict[str, object] = {METADATA: metadata | {HASH: UNKNOWN}}
     end = 0
     for name, array in arrays.items():
@@ -37,21 +37,22 @@ def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -
     content = b"".join([len(text).to_bytes(LENGTH, "little"), text, *(array.tobytes() for array in arrays.values())])
     content = content.replace(UNKNOWN.encode(), hashlib.sha256(content).hexdigest().encode(), 1)
     try:
-        number, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {one_line(error)}") from error
-    try:
-        with os.fdopen(number, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise UserError(f"{path}: cannot be written: {one_line(error)}") from error
-        raise
+        target = path.resolve()
+        if target.exists() and not target.is_file():  # a device would be replaced too
+            raise UserError(f"{path}: not a file")
+        temporary = target.with_name(f".{secrets.token_hex(8)}")
+        try:
+            with open(temporary, "xb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, target)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()  # not there if all went well
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte in the name; a link to itself
+        why = getattr(error, "strerror", None) or one_line(error)  # without the other names
+        raise UserError(f"{path}: cannot be written: {why}") from error
 
 
 def read(path: Path, what: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -65,7 +66,7 @@ def read(path: Path, what: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """
     try:
         content = path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a zero byte in the name
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
     try:
         return _parsed(content)

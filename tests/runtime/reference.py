@@ -159,8 +159,8 @@ def answer(
     length, capacities, size, recent = next((s for s in sizes if len(prompt) <= s[0]), sizes[-1])
     split = min(last_visual if question_later else len(prompt), length)
     if prefilled is not None:
-        length, capacities, size, recent = sizes[-1]
         split = begun or len(prompt)
+        length, capacities, size, recent = next((s for s in sizes if compacts and split <= s[0]), sizes[-1])
     early, later = prompt[:split], prompt[split:]
     for slot in later:  # the toy's decode and extend take every token for text
         slot.row = slot.row + WEIGHTS["kind"][1] - WEIGHTS["kind"][slot.kind % 4]

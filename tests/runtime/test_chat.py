@@ -80,6 +80,36 @@ def test_mistakes_are_one_line_and_the_chat_goes_on(
     assert not (tmp_path / "early").exists()
 
 
+def test_an_image_that_does_not_fit_is_dropped_and_the_chat_goes_on(
+    bundle_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, file = saved_image(tmp_path, 0), tmp_path / "a chat"
+    lines = ["is it", f"/save {file}", f"/image {path}", "red " * 120, "big", f"/image {path}", f"/load {file}", "big"]
+    chat(lines, bundle_path, monkeypatch)
+    out, err = capsys.readouterr()
+    session = Session(runtime.open(bundle_path, level="tight", threads=1))
+    want = [session.ask(question, max_new_tokens=6).text for question in ("is it", "big")]
+    assert out.splitlines() == [*want, want[1]]
+    (line,) = err.splitlines()
+    assert line.endswith(f"begin anew; its images are dropped: {path}")
+
+
+def test_room_takes_a_longer_bucket(
+    bundle_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("runtime.chat.KIB", 1)  # the toy has few
+    told = []
+    for options in ([], ["--room", "40"]):
+        chat(["is it", "/info", "/reset", "is it", "/info"], bundle_path, monkeypatch, *options)
+        _, info, _, again = capsys.readouterr().out.splitlines()
+        assert info == again
+        told.append(int(info.partition("KV ")[2].split()[0]))
+    assert told[0] < told[1]
+    for wrong in ("a", "-5", "0", "1.5"):
+        assert command(main)(["chat", str(bundle_path), "--room", wrong]) == 2
+        assert "--room" in capsys.readouterr().err
+
+
 def test_info_and_help_before_anything_is_asked(
     bundle_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +152,21 @@ def test_the_command_reads_a_pipe(bundle_path: Path, tmp_path: Path) -> None:
     session = Session(runtime.open(bundle_path, threads=1))
     assert answer == session.ask("what is it", [tmp_path / "0.png"], 3).text
     assert info.startswith("level loose; ")
+
+
+def test_bytes_that_are_no_text_are_told_and_the_chat_goes_on(bundle_path: Path, tmp_path: Path) -> None:
+    """But they may name a file."""
+    named = os.fsencode(tmp_path) + b"/caf\xe9.png"
+    saved_image(tmp_path, 0).rename(os.fsdecode(named))
+    command = [sys.executable, "-m", "runtime", "chat", str(bundle_path), "--max-new-tokens", "3", "--threads", "1"]
+    lines = b"what \xff is\nis it\n/image " + named + b"\nwhat is it\n"
+    done = subprocess.run(command, input=lines, capture_output=True, check=False, env=os.environ | {"PYTHONUTF8": "0"})
+    session = Session(runtime.open(bundle_path, threads=1))
+    want = [session.ask("is it", max_new_tokens=3).text, session.ask("what is it", [image(0)], 3).text]
+    assert done.stdout.decode().splitlines() == want
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("error: the question is not valid Unicode text")
+    assert done.returncode == 0
 
 
 def test_wrong_options_are_told_before_the_chat(bundle_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,6 +217,24 @@ def test_closing_what_has_ended_changes_nothing(vlm: VLM) -> None:
     assert len(stream.result.tokens) == 4
 
 
+def test_closed_by_another_thread_while_it_is_read(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vlm = runtime.open(bundle_path, threads=1)
+    stream, step, steps = vlm.stream("what", max_new_tokens=9, ignore_eos=True), vlm._step, list[int]()
+
+    def closing(*arguments: Any) -> None:
+        steps.append(1)
+        if len(steps) == 2:
+            thread = threading.Thread(target=stream.close)
+            thread.start()
+            thread.join()
+        step(*arguments)
+
+    monkeypatch.setattr(vlm, "_step", closing)
+    assert "".join(stream) == stream.result.text
+    assert stream.result.finish_reason == "cancelled"
+    assert len(steps) == 2
+
+
 @pytest.mark.parametrize("way", ["close", "forget"])
 def test_a_stream_that_is_left_frees_its_state(vlm: VLM, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     states, read = [], vlm.read

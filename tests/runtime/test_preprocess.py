@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from engines.errors import UserError
 from engines.preprocessor import ImagePreprocessor
 from runtime import preprocess as module
-from runtime.preprocess import load_rgb, preprocess
+from runtime.preprocess import load_rgb, opened, preprocess
 
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 STEP = 1 / 255 / max(STD)  # one level of an 8-bit channel, after normalisation
@@ -211,6 +213,7 @@ def test_no_file_breaks_it(data: st.DataObject, tmp_path_factory: pytest.TempPat
     assert image.shape[2] == 3
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_image_with_too_many_pixels_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "bomb.png", Image.new("L", (300, 200)))
     for limit in (50_000, 20_000):  # where Pillow only warns, and where it refuses
@@ -221,6 +224,39 @@ def test_image_with_too_many_pixels_is_refused_unread(tmp_path: Path, monkeypatc
     assert load_rgb(path).shape == (200, 300, 3)
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_threads_leave_filters_of_warnings_alone_and_keep_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
+    small, large = (
+        save(tmp_path / "small.png", Image.new("L", (9, 9))),
+        save(tmp_path / "l.png", Image.new("L", (300, 200))),
+    )
+    inside, before = threading.Barrier(4, timeout=60), [*warnings.filters]
+    told: list[str] = []
+
+    def work() -> None:
+        for _ in range(20):
+            inside.wait()
+            with opened(small, "small"):
+                inside.wait()
+            try:
+                load_rgb(large)
+            except UserError as error:
+                told.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert warnings.filters == before
+    assert len(told) == 80
+    assert all("too many pixels" in each for each in told)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_default_limit_refuses_a_real_bomb(tmp_path: Path) -> None:
     """100 megapixels in 12 kB."""
     path = save(tmp_path / "bomb.png", Image.new("1", (10_000, 10_000)))

@@ -22,6 +22,7 @@ from engines.errors import UserError
 from runtime import session as sessions
 from runtime import tensors
 from runtime.model import VLM
+from runtime.sampling import Sampling
 from runtime.session import Session
 from tests.runtime import reference, toy
 from tests.runtime.asking import ids_of, image
@@ -95,6 +96,9 @@ def test_every_turn_is_the_judges(level: str, turns: list[Turn], steps: list[int
         assert result.stats.compactions == len(judge.compacted_at)
         answers.append(result.tokens)
     assert session.context
+    if "window_kinds" in session.context.state.arrays:  # at a turn's beginning too
+        kinds = session.context.state.arrays["window_kinds"][0, : session.context.state.count]
+        assert kinds.tolist() == [slot.kind if slot else 0 for slot in judge.window]
     store = session.context.state
     assert store.nbytes == sum(array.nbytes for array in store.arrays.values())
     assert [m["role"] for m in session.messages] == ["user", "assistant"] * (len(turns) - 1) + ["user"]
@@ -275,7 +279,7 @@ def test_other_tensors_are_told(change: str, saved: Path, tight: VLM) -> None:
         arrays["more"] = np.zeros(3, np.float32)
     path = saved.with_name("others")
     tensors.write(path, arrays, metadata)
-    with pytest.raises(UserError, match="others: its tensors are not those of level tight, bucket 40"):
+    with pytest.raises(UserError, match="others: its tensors are not those of level tight, bucket 16"):
         Session.load(tight, path)
 
 
@@ -295,7 +299,7 @@ def test_files_of_others_are_told(saved: Path, tight: VLM, bundle_path: Path, tm
     assert Session.load(again, saved).level == "tight"
 
 
-@pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("fails", ["open", "fsync", "replace"])
 def test_a_file_is_replaced_whole_or_not_at_all(
     fails: str, saved: Path, tight: VLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +312,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
 
     session.ask("big", max_new_tokens=2, ignore_eos=True)
     with monkeypatch.context() as patch:
-        patch.setattr(os, {"write": "fdopen"}.get(fails, fails), full)
+        patch.setattr(tensors if fails == "open" else os, fails, full, raising=False)
         with pytest.raises(UserError, match=r"chat: cannot be written: .*No space left"):
             session.save(path)
     assert path.read_bytes() == before
@@ -319,11 +323,94 @@ def test_a_file_is_replaced_whole_or_not_at_all(
         session.save(tmp_path / "no folder" / "chat")
 
 
+def test_a_file_is_written_where_a_link_leads_and_may_be_read_by_others(
+    saved: Path, tight: VLM, tmp_path: Path
+) -> None:
+    session, target, link = Session.load(tight, saved), tmp_path / "folder" / "chat", tmp_path / "link"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    before = os.umask(0o027)
+    try:
+        session.save(link)
+    finally:
+        os.umask(before)
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert Session.load(tight, link).messages == session.messages
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    os.mkfifo(tmp_path / "pipe")
+    for wrong in ("itself", "pipe", "folder", "no folder/chat", "zero\0byte"):
+        with pytest.raises(UserError) as error:
+            session.save(tmp_path / wrong)
+        assert str(error.value).startswith(f"{tmp_path / wrong}: ")
+        assert "/." not in str(error.value)  # no temporary name
+    with pytest.raises(UserError, match="cannot be read"):
+        Session.load(tight, tmp_path / "zero\0byte")
+    assert {each.name for each in tmp_path.iterdir()} == {"folder", "link", "itself", "pipe"}
+
+
+@pytest.mark.parametrize(
+    ("level", "room", "bucket"),
+    [("tight", None, 16), ("tight", 17, 40), ("tight", 10**6, 40), ("loose", None, 40), ("loose", 5, 16)],
+)
+def test_room_chooses_the_bucket(level: str, room: int | None, bucket: int, bundle_path: Path) -> None:
+    session = Session(runtime.open(bundle_path, level=level, threads=1), room).fork()
+    session.ask("what is it", [image(0)], 2)
+    assert session.context
+    assert session.context.bucket.length == bucket
+
+
+@pytest.mark.parametrize("room", ["a", -5, 0, 1.5, True])
+def test_room_that_is_no_number_of_tokens_is_told(room: Any, tight: VLM) -> None:
+    with pytest.raises(UserError, match="room must be "):
+        Session(tight, room)
+
+
+@pytest.mark.parametrize("question", ["what is it", "\ue0000\ue001 left \ue0001\ue001", "\ue000", "\ue001 \ue0000"])
+def test_pieces_are_the_template_of_the_whole(question: str, tight: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is encoded, bit by bit, is every character that one prompt would have, spaces too."""
+    session, said = Session(tight), list[str]()
+    encode = tight.prompts.encode
+
+    def recorded(text: str, *options: Any, **named: Any) -> list[int]:
+        said.append(text)
+        return encode(text, *options, **named)
+
+    monkeypatch.setattr(tight.prompts, "encode", recorded)
+    system = {"role": "system", "content": question}
+    parts = [{"type": "image"}, {"type": "text", "text": question}]
+    session.read([system, {"role": "user", "content": parts[:1]}], [image(0)])
+    session.fork().ask(question, max_new_tokens=2)
+    whole = tight.prompts.text([system, {"role": "user", "content": parts}], 1)
+    assert said[0].endswith("<image>")
+    assert "".join(said) == whole
+    session.ask(question, max_new_tokens=2)
+    assert said[2] == said[1]
+
+
+def test_a_stop_string_was_read_and_is_not_shown(tight: VLM) -> None:
+    session, other = Session(tight), Session(tight)
+    free = other.ask("what is it", [image(0)], 6, ignore_eos=True)
+    words = free.text.split()
+    stop = next(word for word in words[1:] if word != words[0])
+    got = session.ask("what is it", [image(0)], 6, ignore_eos=True, sampling=Sampling(stop=[stop]))
+    session.ask("big", max_new_tokens=1)
+    assert stop in (tight.tokenizer.decode(got.tokens[-1:]))
+    assert stop not in session.messages[1]["content"]
+    said = [("what is it", 1), ("big", 0)]
+    again = judged("tight", said, [6, 1], [got.tokens])
+    assert session.context
+    assert session.context.position == len(ids_of("what is it", 1)) + 3 + len(got.tokens) + len(later_ids("big", 0, 1))
+    assert len(again.tokens) == 1
+
+
 def test_what_does_not_fit_is_told_and_nothing_is_lost(bundle_path: Path) -> None:
     loose = Session(runtime.open(bundle_path, level="loose", threads=1))
     loose.ask("what is it", [image(0)], 3, ignore_eos=True)
     fork = loose.fork()
-    with pytest.raises(UserError, match=r"more tokens do not fit into the window of 24 tokens, .* level that compacts"):
+    with pytest.raises(
+        UserError, match=r"not fit into the window of 24 tokens, .* compacts: begin a new session, or ch"
+    ):
         loose.ask("red " * 20)
     assert len(loose.messages) == len(fork.messages) == 2
     options: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
