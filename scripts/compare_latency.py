@@ -303,7 +303,7 @@ def per_token(stats: Stats) -> float:
 
 def write(path: Path, values: dict[str, Any]) -> None:
     """Write the file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         temporary.write_text(json.dumps(values, indent=1) + "\n")
         os.replace(temporary, path)

@@ -41,6 +41,6 @@ def check_folder(file: Path | None, option: str) -> None:
 
 def write(path: Path, text: str) -> None:
     """Replace a file atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from export import recipe as recipes
 from export.checkpoint import Checkpoint
 from export.recipe import Recipe
 from tests.calibration import planted
+from tests.calibration.test_verdict import verdict
 from tests.export import tiny
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-vlm"
@@ -355,6 +356,28 @@ def test_command_prints_a_table_and_exits_with_1(
     assert [verdict["recipe"] for verdict in told["verdicts"]] == ["hard", "hard", "off"]
     assert command_line.main([*common, *hard, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["recipe"] is None
+
+
+def test_what_is_lighter_is_told_from_the_recipe_that_became_so(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Judge:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def first(self, candidates: Iterable[Recipe], later: bool) -> list[tuple[Recipe, Verdict]]:
+            chosen = itertools.islice(candidates, 3)
+            return [(recipe, verdict(recipe=recipe.name, logit_kl=math.nan)) for recipe in chosen]
+
+    monkeypatch.setattr(guards, "Guard", Judge)
+    (first := tmp_path / "first.toml").write_text('merge = "three-way"\n[budget]\nkeep = 0.6\n')
+    (second := tmp_path / "second.toml").write_text("[budget]\nkeep = 0.2\n")
+    words = ["guard", str(folder), "--recipe", str(first), "--lighter", str(second), "--lighten"]
+    assert command_line.main(words) == 0
+    says = [line for line in capsys.readouterr().out.splitlines() if line.startswith("it says: ")]
+    assert says == [f"it says: budget.keep = {0.2 * 1.5}"]
+    assert command_line.main([*words, "--json"]) == 0
+    assert [told["logit_kl"] for told in json.loads(capsys.readouterr().out)["verdicts"]] == [None] * 3
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def test_methods_take_over_the_recipes_knobs_where_they_have_them() -> None:
         {"method": "int8", "center": False, "rotate": True},
         {"method": "float16"},
     ]
+    assert precision.tables(base, ["int8", "int8"]) == precision.tables(base, ["int8"])
     assert precision.tables(recipe(method="float32")) == [{"method": method} for method in precision.METHODS]
 
 
