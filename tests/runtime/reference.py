@@ -126,9 +126,12 @@ def answer(
     ignore_eos: bool = False,
     question_later: bool = False,
     pressure: float = 0.0,
-    prefilled: int | None = None,
+    answered: list[int] | None = None,
 ) -> Answer:
-    """Generate from token ids with one placeholder an image; of a session's, only so many are prefilled."""
+    """Generate from token ids with one placeholder an image; a session's hold answers, which begin at `answered`.
+
+    Of these, the ids before the first answer are prefilled.
+    """
     _, compacts, sizes = LEVELS["tight" if level in ADAPTIVE else level]
     keep = counts(level, images, len(ids) - len(images), pressure)
 
@@ -140,7 +143,7 @@ def answer(
     sentence, before = 0, IMAGE
     begun = 0
     for i, token in enumerate(ids):
-        begun = len(prompt) if i == prefilled else begun
+        begun = len(prompt) if answered and i == answered[0] else begun
         if token == IMAGE:
             rows, places = look(remaining.pop(0), keep.pop(0))
             kept.append(places)
@@ -149,7 +152,7 @@ def answer(
             last_visual = len(prompt)
             position += IMAGE_TOKENS
         else:
-            first = before == IMAGE or (before in ENDS and token not in ENDS)
+            first = before == IMAGE or ((before in ENDS or i in (answered or [])) and token not in ENDS)
             sentence += first
             prompt.append(row(WEIGHTS["embedding"][token], position, 1, first))
             segments.append(sentence)
@@ -158,7 +161,7 @@ def answer(
 
     length, capacities, size, recent = next((s for s in sizes if len(prompt) <= s[0]), sizes[-1])
     split = min(last_visual if question_later else len(prompt), length)
-    if prefilled is not None:
+    if answered:
         split = begun or len(prompt)
         length, capacities, size, recent = next((s for s in sizes if compacts and split <= s[0]), sizes[-1])
     early, later = prompt[:split], prompt[split:]

@@ -34,7 +34,7 @@ def test_equals_the_judge(
     pictures = [patchy(3 - k) for k in range(images)]
     for question in QUESTIONS[:3]:
         recorder.calls.clear()
-        options = {"ignore_eos": True, "question_later": question_later}
+        options: dict[str, Any] = {"ignore_eos": True, "question_later": question_later}
         result = ask(vlm, question, pictures, max_new_tokens=30, **options)
         judge = reference.answer(ids_of(question, images), pictures, level, 30, **options, pressure=0.3)
 

@@ -25,7 +25,7 @@ from runtime.model import VLM
 from runtime.sampling import Sampling
 from runtime.session import Session
 from tests.runtime import reference, toy
-from tests.runtime.asking import ids_of, image
+from tests.runtime.asking import Recorder, ids_of, image
 
 Turn = tuple[str, int]  # a question and its number of images
 
@@ -58,12 +58,13 @@ def later_ids(question: str, images: int, before: int) -> list[int]:
 def judged(level: str, turns: list[Turn], steps: list[int], answers: list[list[int]]) -> reference.Answer:
     """What the judge says to the last turn, behind these answers to the others."""
     ids, seen = ids_of(*turns[0]), turns[0][1]
-    first = len(ids)
+    answered = [len(ids)]
     for (question, images), answer in zip(turns[1:], answers, strict=False):
         ids += answer + later_ids(question, images, seen)
         seen += images
+        answered.append(len(ids))
     pictures = [image(k) for k in range(seen)]
-    return reference.answer(ids, pictures, level, steps[-1], ignore_eos=True, prefilled=first)
+    return reference.answer(ids, pictures, level, steps[-1], ignore_eos=True, answered=answered)
 
 
 def talk(session: Session, turns: list[Turn], steps: list[int]) -> list[list[int]]:
@@ -84,7 +85,9 @@ CHATS: list[tuple[str, list[Turn], list[int]]] = [
 
 
 @pytest.mark.parametrize(("level", "turns", "steps"), CHATS)
-def test_every_turn_is_the_judges(level: str, turns: list[Turn], steps: list[int], bundle_path: Path) -> None:
+def test_every_turn_is_the_judges(
+    level: str, turns: list[Turn], steps: list[int], bundle_path: Path, recorder: Recorder
+) -> None:
     session = Session(runtime.open(bundle_path, level=level, threads=1))
     answers: list[list[int]] = []
     for i in range(len(turns)):
@@ -96,9 +99,8 @@ def test_every_turn_is_the_judges(level: str, turns: list[Turn], steps: list[int
         assert result.stats.compactions == len(judge.compacted_at)
         answers.append(result.tokens)
     assert session.context
-    if "window_kinds" in session.context.state.arrays:  # at a turn's beginning too
-        kinds = session.context.state.arrays["window_kinds"][0, : session.context.state.count]
-        assert kinds.tolist() == [slot.kind if slot else 0 for slot in judge.window]
+    windows = [feeds["window_kinds"][0].tolist() for _, feeds, _ in recorder.of("compact")]
+    assert windows == judge.full  # sentences begin where they do, in answers and in turns
     store = session.context.state
     assert store.nbytes == sum(array.nbytes for array in store.arrays.values())
     assert [m["role"] for m in session.messages] == ["user", "assistant"] * (len(turns) - 1) + ["user"]
@@ -389,19 +391,13 @@ def test_pieces_are_the_template_of_the_whole(question: str, tight: VLM, monkeyp
 
 
 def test_a_stop_string_was_read_and_is_not_shown(tight: VLM) -> None:
-    session, other = Session(tight), Session(tight)
-    free = other.ask("what is it", [image(0)], 6, ignore_eos=True)
-    words = free.text.split()
-    stop = next(word for word in words[1:] if word != words[0])
+    first, *others = Session(tight).ask("what is it", [image(0)], 6, ignore_eos=True).text.split()
+    stop, session = next(word for word in others if word != first), Session(tight)
     got = session.ask("what is it", [image(0)], 6, ignore_eos=True, sampling=Sampling(stop=[stop]))
-    session.ask("big", max_new_tokens=1)
-    assert stop in (tight.tokenizer.decode(got.tokens[-1:]))
+    assert tight.tokenizer.decode(got.tokens[-1:]) == stop
+    then = session.ask("big", max_new_tokens=4, ignore_eos=True)
     assert stop not in session.messages[1]["content"]
-    said = [("what is it", 1), ("big", 0)]
-    again = judged("tight", said, [6, 1], [got.tokens])
-    assert session.context
-    assert session.context.position == len(ids_of("what is it", 1)) + 3 + len(got.tokens) + len(later_ids("big", 0, 1))
-    assert len(again.tokens) == 1
+    assert then.tokens == judged("tight", [("what is it", 1), ("big", 0)], [6, 4], [got.tokens]).tokens
 
 
 def test_what_does_not_fit_is_told_and_nothing_is_lost(bundle_path: Path) -> None:
