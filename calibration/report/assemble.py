@@ -120,7 +120,7 @@ def figures(
 def _missing(title: str, command: str, option: str) -> Section:
     """Names, not paths: the page may leave this machine."""
     first = command.format(checkpoint="CHECKPOINT", bundle="BUNDLE", level="LEVEL")
-    return Section(title, missing=[f"{first}\npython -m calibration report CHECKPOINT {option}"])
+    return Section(title, missing=f"{first}\npython -m calibration report CHECKPOINT {option}")
 
 
 def _facts(checkpoint: Checkpoint, found: AttentionMap) -> list[str]:

@@ -11,6 +11,7 @@ from calibration.attention_map import KINDS, SPECIALISED, AttentionMap
 from calibration.map_table import TEXT, VISUAL
 from calibration.report import plots
 from calibration.report.page import Plot, Section
+from calibration.statistics.persistence import ANCHOR
 
 Drawing = tuple[str, dict[str, NDArray], str, str]  # title, lines, unit, caption
 
@@ -54,7 +55,8 @@ def by_depth(found: AttentionMap) -> Section:
             "Similarity",
             {"with the next step": found.step_similarity, "with the next layer": found.layer_similarity},
             "cosine",
-            "How alike a step's attention is to the next step's in the same head, and to the next layer's.",
+            "How alike a step's attention is to the next step's in the same head; and, with no band, the mean of a "
+            "layer's heads to the mean of the next layer's.",
         ),
         (
             "Aligned tokens",
@@ -94,7 +96,10 @@ def by_head(found: AttentionMap) -> Section:
     ]
     if found.facts.sizes.layers > 1:
         alike = found.head_layer_similarity.max(axis=2)
-        text = "How alike a head's attention is to that of the closest head in the next layer."
+        text = (
+            "How alike a head's attention is to that of the closest head in the next layer; the line by depth compares "
+            "the layers' mean heads."
+        )
         figures.append(Plot("Next layer", text, plots.by_head(alike, "cosine", "head next layer")))
     return Section(
         "Attention by head", "A cell a layer and query head; averages hide what single heads do.", plots=figures
@@ -122,7 +127,8 @@ def by_token(found: AttentionMap) -> Section:
             "Anchors and transients",
             _by_kind(found.anchors, "anchors, ") | _by_kind(found.transients, "transients, "),
             "share of tokens",
-            "Share of the tokens that are in the top tenth all the time, and of those that are there now and then.",
+            f"Share of the tokens that are in the top tenth in more than {ANCHOR:.0%} of the observations (anchors), "
+            "and of those that are in it in fewer, but in some (transients).",
         ),
     ]
     return Section(
@@ -153,7 +159,7 @@ def by_cache(found: AttentionMap) -> Section:
             "Spread of that length",
             _by_kind(found.value_norm_spread),
             "ratio",
-            "Its standard deviation over its mean (ratio): where it is wide, a value says how much its token matters.",
+            "Standard deviation of a value's length over its mean (ratio), over the tokens of a kind.",
         ),
     ]
     if np.nanmax(found.key_bias_spike) > 0:

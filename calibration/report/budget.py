@@ -77,20 +77,21 @@ def budget(checkpoint: Checkpoint, levels: Mapping[str, Recipe], prepared: Mappi
         return Section("Budget")
     tokens = text_tokens(checkpoint, 1, QUESTION) + checkpoint.image_tokens
     whole = np.array(checkpoint.decoder.model_kv_heads) * checkpoint.decoder.head_dim * 4 * tokens / KIB
-    header = ["level", "slots a layer", "window", "store, KiB", "all, KiB", "of fp16", "description"]
+    header = ["level", "of fp16", "all, KiB", "store, KiB", "slots a layer", "window, tokens", "description"]
     rows = [[name, *_cells(size), levels[name].description] for name, size in sizes.items()]
-    # A level in full precision would leave no room for the others in a plot.
+    # A level in full precision would leave no room for the others in a plot of bytes.
     drawn = {name: size for name, size in sizes.items() if size.share <= 1} or sizes
     beyond = [name for name in sizes if name not in drawn]
-    note = f" Not drawn, since larger: {', '.join(beyond)}." if beyond else ""
+    note = f" Not drawn, since larger than that cache: {', '.join(beyond)}." if beyond else ""
     parts = {name: {"store": sum(size.layers), "window": size.total - sum(size.layers)} for name, size in drawn.items()}
-    bars = {name: {part: size / KIB for part, size in sizes.items()} for name, sizes in parts.items()}
+    bars = {name: {part: held / KIB for part, held in own.items()} for name, own in parts.items()}
     plotted = [
         (
             "Slots by layer",
-            f"Tokens that each layer's store holds, beside the whole prompt.{note}",
+            "Tokens that each layer's store holds, beside the whole prompt.",
             plots.by_layer(
-                {name: np.array(size.slots, float) for name, size in drawn.items()},
+                # In this order a level has one color in every plot.
+                {name: np.array(sizes[name].slots, float) for name in (*drawn, *beyond)},
                 "slots",
                 "slots",
                 {"prompt": np.full(len(whole), tokens)},
@@ -109,7 +110,7 @@ def budget(checkpoint: Checkpoint, levels: Mapping[str, Recipe], prepared: Mappi
         (
             "Bytes by level",
             f"All that the runtime allocates for the cache, beside an fp16 cache of the whole prompt.{note}",
-            plots.bars(bars | {"fp16 cache": {"fp16 cache": whole.sum()}}, "KiB", "bytes by level"),
+            plots.bars(bars, "KiB", "bytes by level", {"fp16 cache": whole.sum()}),
         ),
     ]
     return Section(
@@ -128,4 +129,5 @@ def budget(checkpoint: Checkpoint, levels: Mapping[str, Recipe], prepared: Mappi
 def _cells(size: Size) -> list[str]:
     low, high = min(size.slots), max(size.slots)
     spread = f"{low}" if low == high else f"{low} to {high}"
-    return [spread, str(size.window), f"{sum(size.layers) / KIB:.1f}", f"{size.total / KIB:.1f}", f"{size.share:.1%}"]
+    held = [f"{nbytes / KIB:.1f}" for nbytes in (size.total, sum(size.layers))]
+    return [f"{size.share:.1%}", *held, spread, str(size.window)]

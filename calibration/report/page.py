@@ -59,7 +59,7 @@ class Recipe:
 class Section:
     """
     Attributes:
-        missing: commands that would measure what is not there.
+        missing: commands that would measure it, where nothing did: the page's end lists them.
     """
 
     title: str
@@ -68,14 +68,14 @@ class Section:
     plots: list[Plot] = field(default_factory=list)
     galleries: list[Gallery] = field(default_factory=list)
     recipes: list[Recipe] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    missing: str = ""
 
     @property
     def id(self) -> str:
         return re.sub(r"\W+", "-", self.title.lower())
 
     def __bool__(self) -> bool:
-        return any((self.tables, self.plots, self.galleries, self.recipes, self.missing))
+        return any((self.tables, self.plots, self.galleries, self.recipes))
 
 
 def render(title: str, facts: Sequence[str], warnings: Sequence[str], sections: Sequence[Section]) -> str:
@@ -84,4 +84,5 @@ def render(title: str, facts: Sequence[str], warnings: Sequence[str], sections: 
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return page.render(title=title, facts=facts, warnings=warnings, sections=[s for s in sections if s])
+    shown, missing = [s for s in sections if s], [s for s in sections if s.missing]
+    return page.render(title=title, facts=facts, warnings=warnings, sections=shown, missing=missing)

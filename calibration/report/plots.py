@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
 INK = "#010203"  # stands for the page's text color while matplotlib draws
-COLORS = ("#3b82f6", "#f08c00", "#12a37a", "#d6409f", "#8b5cf6", "#b08900", "#0aa5c2", "#e5484d")  # on white and black
+COLORS = ("#3b82f6", "#f08c00", "#12a37a", "#d6409f", "#8b5cf6", "#e5484d", "#b08900", "#0aa5c2")  # on white and black
+REFERENCE: dict[str, Any] = {"linestyle": "--", "color": INK, "alpha": 0.7}
 WIDTH, HEIGHT = 4.2, 2.7  # inches; small, so that letters stay readable on a phone
 
 
@@ -80,7 +82,7 @@ def by_layer(
                 ends = np.nanmin(rows, axis=1), np.nanmax(rows, axis=1)
                 axes.fill_between(layers, *ends, color=line.get_color(), alpha=0.15, linewidth=0)
         for label, values in reference.items():
-            axes.plot(values, linestyle="--", color=INK, alpha=0.7, label=label)
+            axes.plot(values, **REFERENCE, label=label)
         axes.set(xlabel="layer", ylabel=unit)
         whole_numbers(axes.xaxis)
         finish(axes, len(series) + len(reference) > 1)
@@ -167,19 +169,29 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float, float, str]]], xlabe
     return svg(draw, name)
 
 
-def bars(stacks: Mapping[str, Mapping[str, float]], unit: str, name: str) -> str:
-    """A bar a name, of stacked parts."""
+def bars(
+    stacks: Mapping[str, Mapping[str, float]], unit: str, name: str, reference: Mapping[str, float] | None = None
+) -> str:
+    """A bar a name, of stacked parts.
+
+    Args:
+        reference: what they are compared with, dashed.
+    """
+    reference = reference or {}
     parts = list(dict.fromkeys(part for stack in stacks.values() for part in stack))
 
     def draw(axes: Axes) -> None:
         left = np.zeros(len(stacks))
-        for part in parts:
+        # Colors from the far end: those at the near one are levels' lines in the plots beside it.
+        for part, color in zip(parts, itertools.cycle(reversed(COLORS)), strict=False):
             sizes = np.array([stack.get(part, 0.0) for stack in stacks.values()])
-            axes.barh(list(stacks), sizes, height=0.6, left=left, label=part)
+            axes.barh(list(stacks), sizes, height=0.6, left=left, label=part, color=color)
             left += sizes
+        for label, size in reference.items():
+            axes.axvline(size, **REFERENCE, label=label)
         axes.invert_yaxis()
         axes.set(xlabel=unit)
-        finish(axes, len(parts) > 1)
+        finish(axes, len(parts) + len(reference) > 1)
         axes.grid(visible=False, axis="y")
 
     return svg(draw, name, height=0.3 * len(stacks) + 1.1)
