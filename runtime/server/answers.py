@@ -16,7 +16,7 @@ from runtime.server.levels import Levels
 from runtime.server.protocol import Asked
 from runtime.server.worker import Job, Piece
 
-FINISHED = {"cancelled": "stop"}  # OpenAI knows no such reason; `unicache.stop_reason` tells it
+FINISHED = {"cancelled": "length"}  # cut off: OpenAI has no word of its own; `unicache.stop_reason` tells it
 
 
 class Answer:

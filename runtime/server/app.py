@@ -20,7 +20,7 @@ from runtime.server.errors import Refused
 from runtime.server.guard import Guard
 from runtime.server.levels import Levels
 from runtime.server.metrics import CONTENT_TYPE, Metrics
-from runtime.server.protocol import Asked, Limits, read
+from runtime.server.protocol import Asked, Limits, check_length, read
 from runtime.server.worker import Job, Worker
 
 __all__ = ["Limits", "create"]
@@ -81,11 +81,12 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
         try:
             asked = await _arrived(request, limits)
             level, reason = levels.level(asked.request.model)
+            check_length(asked.messages, levels.bundle.manifest.levels[level].max_positions)
             job = Job(partial(_start, levels, level, asked), leave)
+            worker.submit(job)
         except BaseException:
             leave()
             raise
-        worker.submit(job)
         watching = asyncio.create_task(_watch(request, worker, job))
         try:
             events = job.events()
@@ -122,6 +123,10 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
         finally:
             watching.cancel()
             worker.cancel(job)
+
+    @app.api_route("/v1/chat/completions", methods=["GET", "HEAD"])  # the page's files would say 404
+    def wrong() -> Response:
+        raise HTTPException(405, "send a POST", {"Allow": "POST"})
 
     app.mount("/", StaticFiles(directory=PAGE, html=True))
     return app

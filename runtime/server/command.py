@@ -42,6 +42,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--max-body", type=positive, default=32, metavar="MIB", help="size of a request, at most (default: 32)"
     )
     parser.add_argument(
+        "--body-seconds", type=positive, default=60, metavar="S", help="until a request has arrived (default: 60)"
+    )
+    parser.add_argument(
         "--max-pixels", type=positive, default=32, metavar="MP", help="megapixels of an image, at most (default: 32)"
     )
     parser.add_argument(
@@ -72,6 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     limits = Limits(
         queue=arguments.queue,
         body_bytes=arguments.max_body << 20,
+        body_seconds=arguments.body_seconds,
         pixels=arguments.max_pixels * 10**6,
         tokens=arguments.max_tokens,
     )

@@ -37,4 +37,5 @@ class Refused(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
+CLOSING = Refused(503, "the server is shutting down", "shutting_down", headers={"Retry-After": "60"})
 INTERNAL = Refused(500, "internal error: the server's log tells more", "internal_error")

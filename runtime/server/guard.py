@@ -78,7 +78,7 @@ class Guard:
         if self._local and not self._token and _name(host) not in LOCAL:
             raise Refused(403, f"host {host!r} is not this machine", "foreign_host")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _netloc(origin) != host:
             raise Refused(403, f"pages of {origin!r} may not use this server", "foreign_origin")
         if self._token and path.startswith(GUARDED):
             scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -97,5 +97,12 @@ class Guard:
 def _name(host: str) -> str | None:
     try:
         return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
     except ValueError:
         return None

@@ -28,11 +28,14 @@ NEUTRAL: dict[str, Any] = {
     "modalities": ["text"],
     "response_format": {"type": "text"},
     "store": False,
+    "parallel_tool_calls": False,
 }
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # they change no answer
 FORM, FILE = "request", "image"  # fields of a multipart request
 FILES = 64
 TOP_LOGPROBS = 20
+CHARACTERS = 16  # that a token of a prompt has at most, on average: what is longer cannot fit, and is not tokenized
+STOP = 256  # characters of a stop string
 
 
 class Part(BaseModel):
@@ -73,6 +76,7 @@ class Message(Part):
         list[Annotated[Text | ImageByUrl | ImageFile, Field(discriminator="type")]],
         BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content),
     ]
+    name: str = ""  # chat templates have no place for it
     annotations: list[Any] = []  # in answers that come back as history
 
 
@@ -103,7 +107,9 @@ class ChatRequest(Part):
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: Annotated[
-        list[str], Field(max_length=16), BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)
+        list[Annotated[str, Field(max_length=STOP)]],
+        Field(max_length=16),
+        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ] = []
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -196,7 +202,10 @@ def understand(body: str | bytes, files: list[bytes] | None, limits: Limits) -> 
     except ValidationError as error:
         raise _refused(error) from error
     except UserError as error:
-        raise Refused(400, str(error)) from error
+        field = str(error).partition(" ")[0].rstrip(",")  # such messages begin with it
+        raise Refused(
+            400, str(error), "invalid_request", field if field in ChatRequest.model_fields else None
+        ) from error
     tokens = asked.max_completion_tokens or asked.max_tokens or limits.tokens
     if tokens > limits.tokens:
         message = f"max_tokens must be at most {limits.tokens}, got {tokens}: serve --max-tokens allows more"
@@ -207,6 +216,19 @@ def understand(body: str | bytes, files: list[bytes] | None, limits: Limits) -> 
     upright = asked.unicache.kept_patches
     checked = [images.check(each, limits.pixels, number, upright) for number, each in enumerate(data, 1)]
     return Asked(asked, messages, checked, tokens, sampling)
+
+
+def check_length(messages: list[dict[str, Any]], positions: int) -> None:
+    """Refuse, before any template or tokenizer, what is far too long for a level of so many positions."""
+    if len(messages) > positions:
+        message = f"{len(messages)} messages are more than the {positions} positions of this level: send the last ones"
+        raise Refused(400, message, "context_length_exceeded", "messages")
+    characters = sum(len(part.get("text", "")) for message in messages for part in message["content"])
+    if characters > (most := CHARACTERS * max(positions, 256)):
+        message = (
+            f"the messages have {characters} characters, more than the {most} that this level reads: send less text"
+        )
+        raise Refused(400, message, "context_length_exceeded", "messages")
 
 
 def _with_images(messages: list[Message], files: list[bytes] | None) -> tuple[list[dict[str, Any]], list[bytes]]:

@@ -6,6 +6,7 @@ import ipaddress
 import socket
 import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,6 +17,7 @@ from runtime.server.protocol import Limits
 from runtime.server.worker import Worker
 
 KEEP_ALIVE = 5  # seconds that an idle connection stays open
+WAIT = 10  # seconds that a connection may take until its request's headers have arrived
 CONNECTIONS = 256
 
 
@@ -35,8 +37,11 @@ class Server(uvicorn.Server):
         """
         self._worker: Worker = app.state.worker
         self._grace, self._until = grace, 0.0
+        self._silent: dict[tuple[Any, Any], float] = {}  # connection, its last request -> since when
         config = uvicorn.Config(
             app,
+            http="h11",
+            ws="none",
             access_log=False,
             log_level="warning",
             server_header=False,
@@ -57,4 +62,15 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self._worker.closing and time.monotonic() > self._until:
             self._worker.cancel_all()
+        self._close_silent()
         return await super().on_tick(counter) or (self._worker.closing and not self._worker.here)
+
+    def _close_silent(self) -> None:
+        """Close connections without a request, which uvicorn does only after a first one; else they could fill it."""
+        now = time.monotonic()
+        connections: set[Any] = self.server_state.connections
+        silent = [(each, each.cycle) for each in connections if not each.cycle or each.cycle.response_complete]
+        self._silent = {key: self._silent.get(key, now) for key in silent}
+        for (connection, _), since in self._silent.items():
+            if now - since > WAIT:
+                connection.transport.close()

@@ -16,7 +16,7 @@ from functools import partial
 from engines.errors import UserError, one_line
 from runtime.generate import Result, TextStream
 from runtime.sampling import Logprob
-from runtime.server.errors import INTERNAL, Refused
+from runtime.server.errors import CLOSING, INTERNAL, Refused
 
 log = logging.getLogger(__name__)
 CANCELLED = Refused(499, "the client has left", "cancelled")
@@ -61,7 +61,7 @@ class Job:
         while True:
             event = await self._events.get()
             if isinstance(event, Refused):
-                raise event
+                raise event.with_traceback(None)  # it is shared, and would keep every request's frames
             yield event
             if isinstance(event, Result):
                 return
@@ -73,6 +73,8 @@ class Job:
         try:
             event = self._answer()
             answered(self, event)
+        except Refused as refused:
+            event = refused
         except UserError as error:
             event = Refused(400, one_line(error), "invalid_request")
         except Exception:
@@ -82,9 +84,11 @@ class Job:
         self.tell(event)
 
     def _answer(self) -> Result:
+        if self.cancelled:  # before an image is decoded
+            raise CLOSING
         self._stream = stream = self._start()
         if self.cancelled:  # before there was a stream to cancel
-            stream.cancel()
+            stream.cancel()  # type: ignore[unreachable]  # another thread cancels
         told = 0
         for text in stream:
             self.first = self.first or time.perf_counter() - self._made
@@ -93,6 +97,10 @@ class Job:
             told = len(logprobs)
         if rest := stream.result.logprobs[told:]:  # of tokens that make no text
             self.tell(Piece("", rest))
+        if (
+            stream.result.finish_reason == "cancelled" and not stream.result.tokens
+        ):  # it would look like an empty answer
+            raise CLOSING
         return stream.result
 
     def tell(self, event: Piece | Result | Refused) -> None:
@@ -140,7 +148,7 @@ class Worker:
             Refused: there is none.
         """
         if self.closing:
-            raise Refused(503, "the server is shutting down", "shutting_down", headers={"Retry-After": str(SLOW)})
+            raise CLOSING
         with self._changed:
             if self.here >= self._most:
                 wait = min(max(math.ceil(self.seconds * self.here), 1), SLOW)
@@ -150,25 +158,33 @@ class Worker:
         return partial(self._leave, place)
 
     def submit(self, job: Job) -> None:
+        """Put a job in the line.
+
+        Raises:
+            Refused: the thread has ended.
+        """
         with self._changed:
+            if self._ended:
+                raise CLOSING
             self._jobs.append(job)
             self._changed.notify_all()
 
-    def cancel(self, job: Job) -> None:
-        """End a job; one that waits gives up its place at once."""
+    def cancel(self, job: Job, why: Refused = CANCELLED) -> None:
+        """End a job; one that waits gives up its place at once, and is told why."""
         job.cancel()
         with self._changed:
             if job not in self._jobs:
                 return
             self._jobs.remove(job)
         job.leave()
-        job.tell(CANCELLED)
+        job.tell(why)
 
     def cancel_all(self) -> None:
+        """End the answer that is computed, and refuse those that wait."""
         with self._changed:
             jobs = [*self._jobs, *filter(None, [self._running])]
         for job in jobs:
-            job.cancel()
+            self.cancel(job, CLOSING)
 
     def end(self) -> None:
         """Cancel what is left, and end the thread."""

@@ -164,6 +164,7 @@ async function ask() {
       last = event.unicache ?? last;
       usage = event.usage ?? usage;
     }
+    if (!last) throw new Error("the answer was cut off");
     turns.push(answer);
     at("question").value = "";
     chosen = [];
@@ -290,7 +291,11 @@ for (const name of ["dragover", "dragleave", "drop"]) {
 }
 at("new").onclick = () => {
   turns.length = 0;
-  at("turns").replaceChildren();
+  chosen = [];
+  shown = [];
+  for (const list of ["turns", "chosen", "pictures"]) at(list).replaceChildren();
+  for (const url of blobs.values()) URL.revokeObjectURL(url);
+  blobs.clear();
   at("told").hidden = true;
   complain("");
   at("question").focus();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,27 @@ def test_a_question_that_comes_later(served: Served, client: openai.OpenAI) -> N
     answer = client.chat.completions.create(model="bundle", messages=asked(image(1)), max_tokens=6, extra_body=extra)
     own = served.levels.open("tight").generate(QUESTION, [image(1)], 6, question_later=True)
     assert answer.choices[0].message.content == own.text
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_tokens_per_second_are_those_that_the_model_read(
+    served: Served, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """The last token of an answer is chosen and never read, unless it is the end token, which is not counted."""
+    vlm, steps, advance = served.levels.open("loose"), [], VLM.advance
+
+    def counted(*arguments: Any) -> str:
+        steps.append(1)
+        return advance(*arguments)
+
+    said = vlm.generate(QUESTION, [image(1)], 9, ignore_eos=True).tokens
+    monkeypatch.setattr(vlm, "model", replace(vlm.model, eos_token_ids=[said[-1]] if ends else []))
+    monkeypatch.setattr(VLM, "advance", counted)
+    _, _, answer = served.chat(question(QUESTION, png(image(1)), model="bundle:loose", max_tokens=9))
+    told = answer["unicache"]
+    assert told["stop_reason"] == ("end" if ends else "max_new_tokens")
+    decoding = told["seconds"]["decode"] + told["seconds"].get("compact", 0)
+    assert told["tokens_per_second"] * decoding == pytest.approx(len(steps))
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from runtime.server.guard import HEADERS
-from tests.runtime.server.conftest import Served, question
+from tests.runtime.asking import image
+from tests.runtime.server.conftest import Served, png, question
 
 Serve = Callable[..., Served]
 
@@ -49,7 +50,7 @@ def test_elsewhere_any_name_leads_here(serve: Serve) -> None:
 def test_another_sites_page_may_not_ask(served: Served) -> None:
     own = {"Origin": served.url}
     assert served.chat(question("what", max_tokens=1), **own)[0] == 200
-    for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:1", "http://["):
         status, headers, answer = served.chat(question("what"), Origin=origin)
         assert (status, answer["error"]["code"]) == (403, "foreign_origin")
         assert "access-control-allow-origin" not in headers
@@ -67,6 +68,7 @@ def test_metrics(serve: Serve) -> None:
     served = serve()
     for tokens in (3, 4):
         assert served.chat(question("what is it", max_tokens=tokens, model="bundle:loose"))[0] == 200
+    assert served.chat(question("what is it", png(image(1)), max_tokens=3))[0] == 200
     assert served.chat(b"{")[0] == 400
     assert served.ask("GET", "/secret")[0] == 404
     rows = served.ask("GET", "/metrics")[2].decode().splitlines()
@@ -78,8 +80,10 @@ def test_metrics(serve: Serve) -> None:
     assert values[f"unicache_kv_bytes_sum{level}"] == sum(each.stats.kv_bytes for each in own)
     assert values[f"unicache_kv_bytes_uncompressed_sum{level}"] == sum(each.stats.kv_bytes_uncompressed for each in own)
     assert values[f"unicache_answer_seconds_count{level}"] == values[f"unicache_waiting_seconds_count{level}"] == 2
+    kept = served.levels.open("tight").generate("what is it", [image(1)], 3).stats.visual_tokens
+    assert values['unicache_visual_tokens_total{level="tight"}'] == kept > 1
     chat = 'unicache_responses_total{path="/v1/chat/completions",status='
-    assert (values[chat + '"200"}'], values[chat + '"400"}']) == (2, 1)
+    assert (values[chat + '"200"}'], values[chat + '"400"}']) == (3, 1)
     assert values['unicache_responses_total{path="other",status="404"}'] == 1
     assert values["unicache_queue_length"] == 0
 

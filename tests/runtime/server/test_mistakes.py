@@ -77,6 +77,11 @@ def with_url(url: Any) -> dict[str, Any]:
         (question("what", top_logprobs=30, logprobs=True), "less than or equal to 20"),
         (question("what", stop=["a"] * 17), "at most 16"),
         (question("what", stop=[""]), "none of them empty"),
+        (question("what", stop=["a" * 257]), "stop.0: String should have at most 256 characters"),
+        (
+            {"model": "bundle", "messages": [{"role": "user", "content": ""}] * 121},
+            "121 messages are more than the 120",
+        ),
         (question("what", unicache={"question_later": True}), "needs an image"),
         (question("what", unicache={"kept": True}), "parameter 'unicache.kept' is not supported"),
         (question("what", messages=[{"role": "user", "content": [{"type": "image"}]}]), "than files"),
@@ -120,12 +125,51 @@ def test_what_is_not_supported_is_refused_by_name(served: Served, name: str, val
 
 
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:
-    nothing = {"n": 1, "tools": None, "presence_penalty": 0.0, "logit_bias": {}, "user": "me", "metadata": {"a": "b"}}
+    nothing: dict[str, Any] = {
+        "n": 1,
+        "tools": None,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "user": "me",
+        "metadata": {"a": "b"},
+    }
+    nothing |= {"parallel_tool_calls": False, "functions": [], "tool_choice": "none", "store": False}
     nothing |= {"response_format": {"type": "text"}, "stop": None, "seed": None, "service_tier": None}
     plain = served.chat(question("what", max_tokens=3))[2]
-    status, _, answer = served.chat(question("what", max_tokens=3, **nothing))
-    assert status == 200
-    assert answer["choices"] == plain["choices"]
+    empty: list[Any] = []
+    for tools in (None, empty):
+        asked = question("what", max_tokens=3, **nothing | {"tools": tools})
+        asked["messages"][0]["name"] = "ann"
+        status, _, answer = served.chat(asked)
+        assert status == 200
+        assert answer["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 1e-9),
+        ("top_k", -1),
+        ("top_p", 2),
+        ("min_p", -1),
+        ("repetition_penalty", 0),
+        ("seed", -1),
+        ("stop", [""]),
+    ],
+)
+def test_what_is_out_of_its_range_is_named(served: Served, name: str, value: Any) -> None:
+    assert refusal(served.chat(question("what", **{name: value})), 400)["param"] == name
+
+
+def test_a_text_that_is_far_too_long_is_not_tokenized(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.model.VLM.stream", lambda *_, **__: pytest.fail("it was read"))
+    asked = question("what ", messages=[{"role": role, "content": "what " * 410} for role in ("system", "user")])
+    error = refusal(served.chat(asked), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert (
+        error["message"]
+        == "the messages have 4100 characters, more than the 4096 that this level reads: send less text"
+    )
 
 
 def test_a_body_over_the_limit_is_refused_however_it_is_sent(serve: Serve) -> None:
@@ -153,6 +197,8 @@ def test_other_paths_and_methods(served: Served) -> None:
     refusal(served.ask("GET", "/v1/completions"), 404)
     refusal(served.ask("GET", "/../pyproject.toml"), 404)
     refusal(served.ask("DELETE", "/v1/chat/completions"), 405)
+    refusal(answer := served.ask("GET", "/v1/chat/completions"), 405)
+    assert answer[1]["allow"] == "POST"
     refusal(served.ask("POST", "/v1/chat/completions", b"x", {"Content-Type": "text/plain"}), 415)
     refusal(served.ask("GET", "/v1/models/none"), 404)
     refusal(served.ask("GET", "/docs"), 404)

@@ -13,6 +13,7 @@ import pytest
 
 from engines.bundle import Bundle
 from runtime.model import VLM
+from runtime.server.answers import Answer
 from runtime.server.levels import Levels
 from tests import browser
 from tests.runtime.asking import image
@@ -192,6 +193,26 @@ def test_a_mistake_is_told_and_the_question_stays(page: Page) -> None:
     page.ask("what")
     assert page.answer()
     assert not page.at("error").is_displayed()
+
+
+def test_an_answer_that_is_cut_off_is_said_once(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answer, "end", lambda *_: b"")
+    page.ask(QUESTION)
+    page.answer()
+    assert page.at("error").text == "the answer was cut off"
+    assert page.run("return turns.map(({role}) => role)") == ["user", "assistant"]
+
+
+def test_a_new_conversation_begins_with_nothing(page: Page) -> None:
+    page.run("window.revoked = []; URL.revokeObjectURL = url => revoked.push(url)")
+    page.add(png(image(1)))
+    page.ask(QUESTION)
+    page.answer()
+    page.add(png(image(2)))
+    page.at("new").click()
+    assert page.texts("#chosen li, #pictures li") == []
+    assert page.run("return [turns, chosen, shown].flat().length + blobs.size") == 0
+    assert page.run("return revoked.length") == 2
 
 
 def test_a_token_is_asked_for(chromium: Any, serve: Callable[..., Served], tmp_path: Path) -> None:

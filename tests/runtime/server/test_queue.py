@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import socket
 import threading
 import time
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 
 from runtime.model import VLM
+from runtime.server.errors import Refused
+from runtime.server.worker import Job, Worker
 from tests.runtime.asking import image
 from tests.runtime.server.conftest import Served, png, question
 
@@ -197,5 +201,84 @@ def test_a_second_signal_cancels(serve: Serve, gate: Gate, pool: ThreadPoolExecu
     served.server.handle_exit(15, None)
     until(lambda: served.worker._running.cancelled)
     gate.open.set()
-    for future in (running, waiting):
-        assert future.result()[2]["unicache"]["stop_reason"] == "cancelled"
+    for future in (running, waiting):  # neither has said anything
+        status, headers, answer = future.result()
+        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+        assert "retry-after" in headers
+    assert gate.order == [1000]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_cut_off_does_not_look_whole(serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    served, advance = serve(), VLM.advance
+    vlm = served.levels.open("tight")
+    monkeypatch.setattr(vlm, "model", replace(vlm.model, eos_token_ids=[]))
+
+    def cut(*arguments: Any) -> str:
+        served.worker.cancel_all()
+        return advance(*arguments)
+
+    monkeypatch.setattr(VLM, "advance", cut)
+    answer = served.chat(question("what is it", max_tokens=1000, stream=stream))[2]
+    if stream:
+        answer = json.loads(answer.split(b"\n\n")[-3][6:])
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["unicache"]["stop_reason"] == "cancelled"
+
+
+def test_cancelled_jobs_decode_nothing_and_later_ones_are_refused() -> None:
+    asyncio.run(_cancelled_and_late())
+
+
+async def _cancelled_and_late() -> None:
+    worker = Worker(4)
+    left: list[int] = []
+
+    def begins() -> Any:
+        raise AssertionError("it began")
+
+    job = Job(begins, lambda: left.append(1))
+    job.cancel()
+    worker.submit(job)
+    with pytest.raises(Refused, match="shutting down"):
+        await anext(job.events())
+    await asyncio.to_thread(worker.end)
+    assert left == [1]
+    with pytest.raises(Refused, match="shutting down"):
+        worker.submit(Job(begins, lambda: None))
+
+
+def test_a_refused_client_is_told_how_long_the_line_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that are here, by a mean that moves an eighth towards every answer's seconds."""
+    now, worker = [0.0], Worker(2)
+    monkeypatch.setattr("runtime.server.worker.time.perf_counter", lambda: now[0])
+    took, mean = [3.0, 11.0, 5.0, 40.0, 6.5], worker.seconds
+
+    class Slow:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def run(self, answered: object) -> None:
+            now[0] += self.seconds
+
+    for seconds in took:
+        worker.submit(Slow(seconds))  # type: ignore[arg-type]
+        mean = mean * 7 / 8 + seconds / 8
+    until(lambda: worker.seconds == pytest.approx(mean))
+    places = [worker.enter() for _ in range(3)]
+    with pytest.raises(Refused) as refused:
+        worker.enter()
+    assert refused.value.headers == {"Retry-After": str(math.ceil(3 * mean))}
+    assert 3 * mean < 60
+    for leave in places:
+        leave()
+    worker.end()
+
+
+def test_connections_without_a_request_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.server.serve.WAIT", 0.3)
+    served = serve()
+    for sent in (b"", b"GET /healthz HTTP/1.1\r\nHost: "):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as wire:
+            wire.sendall(sent)
+            assert wire.recv(100) == b""
