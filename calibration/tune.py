@@ -23,6 +23,7 @@ from export.recipe import Recipe
 STEP = 1.1  # bytes of a level in multiples of the next one's
 LEVELS = 40  # from `ROOM` of the fp16 bytes down to a sixtieth
 STRIDE = 8  # levels at once, as long as nothing is known
+RESERVE = 2  # levels above the edge that the recipe stays: a few answers tell where it is, other prompts have another
 
 MovesOf = Callable[[Workbench, Draft], Sequence[Move]]
 Keep = Callable[[Verdict], tuple[bool, str]]  # whether a recipe is kept, and why
@@ -123,8 +124,9 @@ class Search:
                 if lowest > level or self._holds(step, found, level):
                     best, level = found, lowest
         self._try("confirm", "the base", lambda: self.bench.base, _within, confirm=True)
-        for more in range(level, -1, -1):
-            recipe = self._confirmed("the best" + (" with more bytes" if more < level else ""), best, self._bytes(more))
+        least = max(level - RESERVE, 0)
+        for more in range(least, -1, -1):
+            recipe = self._confirmed("the best" + (" with more bytes" if more < least else ""), best, self._bytes(more))
             if recipe is not None:
                 return recipe
         return None
