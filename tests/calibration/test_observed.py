@@ -154,7 +154,7 @@ def test_attention_on_the_original_values_is_the_output(
             values[layer, :, position] = inputs[3][0, :, -1]  # the token's own row is the window's last
             return results
 
-        of_layer.attend = attend  # type: ignore[assignment, method-assign]
+        of_layer.attend, of_layer.on = attend, True  # type: ignore[assignment, method-assign]
 
     def remember(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         values[layer, :, : len(prompt)] = value[0]
