@@ -2,8 +2,11 @@ from pathlib import Path
 
 import pytest
 
+import runtime
+from runtime.model import VLM
+from runtime.session import Session
 from tests.runtime import toy
-from tests.runtime.asking import Recorder
+from tests.runtime.asking import Recorder, image
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +18,19 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def tight(bundle_path: Path) -> VLM:
+    """The toy at the level that compacts."""
+    return runtime.open(bundle_path, level="tight", threads=1)
+
+
+@pytest.fixture(scope="session")
+def saved(tight: VLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A session's file, never to be changed."""
+    session = Session(tight)
+    session.ask("what is it", [image(0)], 6, ignore_eos=True)
+    path = tmp_path_factory.mktemp("saved") / "chat.safetensors"
+    session.save(path)
+    return path

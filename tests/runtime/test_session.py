@@ -1,11 +1,7 @@
-"""Sessions: turns against the judge, forks, files, and what may go wrong."""
+"""Sessions: turns against the judge, forks, and what may go wrong; their files are in test_session_file.py."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import json
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
 
 import runtime
 from engines.errors import UserError
-from runtime import session as sessions
-from runtime import tensors
 from runtime.model import VLM
 from runtime.sampling import Sampling
 from runtime.session import Session
@@ -33,20 +24,6 @@ Turn = tuple[str, int]  # a question and its number of images
 @pytest.fixture(scope="module", params=["loose", "tight"])
 def vlm(request: pytest.FixtureRequest, bundle_path: Path) -> VLM:
     return runtime.open(bundle_path, level=request.param, threads=1)
-
-
-@pytest.fixture(scope="module")
-def tight(bundle_path: Path) -> VLM:
-    return runtime.open(bundle_path, level="tight", threads=1)
-
-
-@pytest.fixture(scope="module")
-def saved(tight: VLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    session = Session(tight)
-    session.ask("what is it", [image(0)], 6, ignore_eos=True)
-    path = tmp_path_factory.mktemp("saved") / "chat.safetensors"
-    session.save(path)
-    return path
 
 
 def later_ids(question: str, images: int, before: int) -> list[int]:
@@ -199,156 +176,6 @@ def test_memory_stays_the_same(tight: VLM) -> None:
         assert session.context
         sizes.add(session.context.state.nbytes)
     assert len(sizes) == 1
-
-
-@pytest.mark.parametrize("prefix", [False, True])
-def test_a_saved_session_goes_on_as_the_one_it_was(prefix: bool, vlm: VLM, tmp_path: Path) -> None:
-    session, path = Session(vlm), tmp_path / "chat.safetensors"
-    if prefix:
-        session.read([{"role": "user", "content": [{"type": "image"}]}], [image(0)])
-    else:
-        session.ask("what is it", [image(0)], 4, ignore_eos=True)
-    session.save(path)
-    loaded = Session.load(runtime.open(vlm.bundle.path, level=vlm.level, threads=1), path)
-    assert loaded.messages == session.messages
-    turns = [(s.ask("big", max_new_tokens=5, ignore_eos=True).tokens, s.messages) for s in (session, loaded)]
-    assert turns[0] == turns[1]
-    with pytest.raises(UserError, match="nothing yet: there is nothing to save"):
-        Session(vlm).save(path)
-
-
-def test_the_file_is_what_safetensors_reads(saved: Path, tight: VLM) -> None:
-    loaded = Session.load(tight, saved)
-    assert loaded.context
-    expected = loaded.context.state.arrays | {"logits": loaded.context.logits}
-    theirs = load_file(saved)
-    assert theirs.keys() == expected.keys()
-    for name, array in expected.items():
-        assert theirs[name].dtype == array.dtype
-        np.testing.assert_array_equal(theirs[name], array)
-
-
-@given(place=st.floats(0, 1), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_told(place: float, bit: int, saved: Path, tight: VLM) -> None:
-    content = bytearray(saved.read_bytes())
-    content[int(place * (len(content) - 1))] ^= 1 << bit
-    damaged = saved.with_name("damaged")
-    damaged.write_bytes(content)
-    with pytest.raises(UserError, match="damaged: no session, or damaged: ") as error:
-        Session.load(tight, damaged)
-    assert "\n" not in str(error.value)
-
-
-@given(content=st.binary(max_size=200) | st.integers(0, 10**4))
-def test_what_is_no_session_is_told(content: bytes | int, saved: Path, tight: VLM) -> None:
-    """Some bytes, a header that promises much, or the file as far as it was written."""
-    other = saved.with_name("other")
-    cut = saved.read_bytes()
-    other.write_bytes(content if isinstance(content, bytes) else cut[: min(content, len(cut) - 1)])
-    with pytest.raises(UserError, match="other: no session, or damaged"):
-        Session.load(tight, other)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=300)
-@given(field=st.sampled_from([f.name for f in dataclasses.fields(sessions.Saved)]), value=JSON)
-def test_a_forged_file_is_told_or_harmless(field: str, value: Any, saved: Path, tight: VLM) -> None:
-    arrays, metadata = tensors.read(saved, "session")
-    forged = {**json.loads(metadata["session"]), field: value}
-    path = saved.with_name("forged")
-    tensors.write(path, arrays, metadata | {"session": json.dumps(forged)})
-    with contextlib.suppress(UserError):
-        Session.load(tight, path).ask("big", max_new_tokens=2)
-
-
-@pytest.mark.parametrize("change", ["dtype", "shape", "missing", "more"])
-def test_other_tensors_are_told(change: str, saved: Path, tight: VLM) -> None:
-    arrays, metadata = tensors.read(saved, "session")
-    some = next(iter(arrays))
-    if change == "dtype":
-        arrays[some] = arrays[some].astype(np.float64)
-    if change == "shape":
-        arrays[some] = arrays[some][:, :, 1:]
-    if change == "missing":
-        del arrays[some]
-    if change == "more":
-        arrays["more"] = np.zeros(3, np.float32)
-    path = saved.with_name("others")
-    tensors.write(path, arrays, metadata)
-    with pytest.raises(UserError, match="others: its tensors are not those of level tight, bucket 16"):
-        Session.load(tight, path)
-
-
-def test_files_of_others_are_told(saved: Path, tight: VLM, bundle_path: Path, tmp_path: Path) -> None:
-    theirs = runtime.open(toy.build(tmp_path / "other", unknown="loose"), level="tight", threads=1)
-    with pytest.raises(UserError, match=r"made with another bundle than .*other: open that one"):
-        Session.load(theirs, saved)
-    save_file({"a": np.zeros(3, np.float32)}, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match="no session, or damaged"):
-        Session.load(tight, tmp_path / "a.safetensors")
-    tensors.write(tmp_path / "b", {"a": np.zeros(3, np.float32)}, {"format": "something else"})
-    with pytest.raises(UserError, match="no session of this version"):
-        Session.load(tight, tmp_path / "b")
-    with pytest.raises(UserError, match="nowhere: cannot be read: "):
-        Session.load(tight, tmp_path / "nowhere")
-    again = runtime.open(bundle_path, level="loose", threads=1)  # its level is in the file
-    assert Session.load(again, saved).level == "tight"
-
-
-@pytest.mark.parametrize("fails", ["open", "fsync", "replace"])
-def test_a_file_is_replaced_whole_or_not_at_all(
-    fails: str, saved: Path, tight: VLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, session = tmp_path / "chat", Session.load(tight, saved)
-    session.save(path)
-    before = path.read_bytes()
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    session.ask("big", max_new_tokens=2, ignore_eos=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(tensors if fails == "open" else os, fails, full, raising=False)
-        with pytest.raises(UserError, match=r"chat: cannot be written: .*No space left"):
-            session.save(path)
-    assert path.read_bytes() == before
-    assert [each.name for each in tmp_path.iterdir()] == ["chat"]
-    session.save(path)
-    assert path.read_bytes() != before
-    with pytest.raises(UserError, match="cannot be written"):
-        session.save(tmp_path / "no folder" / "chat")
-
-
-def test_a_file_is_written_where_a_link_leads_and_may_be_read_by_others(
-    saved: Path, tight: VLM, tmp_path: Path
-) -> None:
-    session, target, link = Session.load(tight, saved), tmp_path / "folder" / "chat", tmp_path / "link"
-    target.parent.mkdir()
-    link.symlink_to(target)
-    before = os.umask(0o027)
-    try:
-        session.save(link)
-    finally:
-        os.umask(before)
-    assert link.is_symlink()
-    assert target.stat().st_mode & 0o777 == 0o640
-    assert Session.load(tight, link).messages == session.messages
-    (tmp_path / "itself").symlink_to(tmp_path / "itself")
-    os.mkfifo(tmp_path / "pipe")
-    for wrong in ("itself", "pipe", "folder", "no folder/chat", "zero\0byte"):
-        with pytest.raises(UserError) as error:
-            session.save(tmp_path / wrong)
-        assert str(error.value).startswith(f"{tmp_path / wrong}: ")
-        assert "/." not in str(error.value)  # no temporary name
-    with pytest.raises(UserError, match="cannot be read"):
-        Session.load(tight, tmp_path / "zero\0byte")
-    assert {each.name for each in tmp_path.iterdir()} == {"folder", "link", "itself", "pipe"}
 
 
 @pytest.mark.parametrize(
