@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -126,6 +126,7 @@ class Bucket:
         prefill, decode, compact: names of the graphs; `compact` is empty when nothing is ever compacted.
         shortened: None where every layer sees the whole prompt.
         extend: name of the graph that reads `chunk` tokens at once, T; empty: they are decoded one by one.
+        batched: name of the graph that decodes one token of each of `batch` requests, B; empty: one request at a time.
     """
 
     length: int
@@ -138,6 +139,8 @@ class Bucket:
     shortened: Shortened | None = None
     extend: str = ""
     chunk: int = 1
+    batched: str = ""
+    batch: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.recent <= self.window or self.length < 1:
@@ -146,6 +149,8 @@ class Bucket:
             raise ValueError(f"compacting must free slots: recent and window are both {self.window}")
         if not 1 <= self.chunk <= max(self.window - self.recent, 1):
             raise ValueError(f"a chunk of {self.chunk} does not fit a window of {self.window}, {self.recent} recent")
+        if self.batch < 1 or (self.batch > 1) != bool(self.batched):
+            raise ValueError(f"a batched graph and a batch of 2 rows or more belong together, got {self}")
         if (short := self.shortened) and not (0 <= short.text <= short.tokens <= self.length and short.tokens >= 1):
             raise ValueError(f"shortened prompts need 0 <= text <= tokens <= {self.length} and a token, got {short}")
 
@@ -277,6 +282,16 @@ class Manifest:
     format: str = FORMAT
     version: int = VERSION
 
+    @property
+    def batch(self) -> int:
+        """Requests that its graphs decode at once, at most."""
+        return max(bucket.batch for level in self.levels.values() for bucket in level.buckets)
+
+    def batch_bytes(self, bucket: Bucket) -> int:
+        """What the runtime allocates for a batch of the bucket; with `batch` 1, for one request."""
+        state = (spec.nbytes for spec in self.graphs[bucket.prefill].outputs if spec.name != "logits")
+        return bucket.batch * sum(state)
+
     def lighter(self, name: str) -> str | None:
         """The level that keeps the next more bytes of its longest prompt; None if none keeps more.
 
@@ -356,6 +371,11 @@ class Manifest:
         for graph in takers:
             if strange := [s.name for s in graph.inputs if s.name not in tokens and state.get(s.name) != s]:
                 raise ValueError(f"{graph.file} takes {strange[0]}, which {prefill.file} does not return in that form")
+        if bucket.batched:
+            many, count = self._graph(bucket.batched, "decode"), bucket.batch
+            for own, single in ((many.inputs, decode.inputs), (many.outputs, decode.outputs)):
+                if own != [replace(spec, shape=[count, *spec.shape[1:]]) for spec in single]:
+                    raise ValueError(f"{many.file} is not {decode.file} for {count} rows")
 
     def _graph(self, name: str, kind: str) -> Graph:
         if name not in self.graphs or self.graphs[name].kind != kind:

@@ -115,6 +115,9 @@ def arguments() -> argparse.ArgumentParser:
         "off does not look. auto lightens recipes called by name and refuses .toml files (default: auto)",
     )
     parser.add_argument(
+        "--batch", type=positive, default=1, metavar="B", help="requests that are decoded at once, at most (default: 1)"
+    )
+    parser.add_argument(
         "--jobs",
         type=positive,
         metavar="N",
@@ -185,7 +188,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     for reason in kernels.missing:
         console.print(f"without kernels: {reason}")
 
-    described, makers = plan_levels(checkpoint, levels, buckets, prepared)
+    described, makers = plan_levels(checkpoint, levels, buckets, prepared, args.batch)
     described = {name: dataclasses.replace(level, guard=guarded[name]) for name, level in described.items()}
     jobs = args.jobs or (min(os.cpu_count() or 1, 4) if parameters(checkpoint) < SMALL else 1)
     with WeightFile(folder) as weights, _progress(console) as bar:

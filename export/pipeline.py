@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -55,8 +55,13 @@ def plan_levels(
     recipes: dict[str, Recipe],
     buckets: dict[str, list[int]],
     prepared: dict[str, Prepared],
+    batch: int = 1,
 ) -> tuple[dict[str, bundle.Level], Makers]:
-    """Every level's description, and the graphs that they name."""
+    """Every level's description, and the graphs that they name.
+
+    Args:
+        batch: requests that are decoded at once.
+    """
     makers: Makers = {}
     visions: dict[str, str] = {}  # how visual tokens are chosen -> the graph that does it
 
@@ -76,6 +81,7 @@ def plan_levels(
         sized = []
         for length in buckets[name]:
             state = State(decoder, recipe, length)
+            rows, many = f"{name}.decode_{length}x{batch}", partial(Decode, replace(state, batch=batch), known)
             sized.append(
                 bundle.Bucket(
                     length=length,
@@ -88,6 +94,8 @@ def plan_levels(
                     shortened=state.shortened,
                     extend=add(f"{name}.extend_{length}", partial(Extend, state, known)) if state.chunk > 1 else "",
                     chunk=state.chunk,
+                    batched=add(rows, many) if batch > 1 else "",
+                    batch=batch,
                 )
             )
         reach = checkpoint.max_positions(recipe.positions.scale)

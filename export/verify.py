@@ -34,9 +34,10 @@ def random_inputs(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
         elif name in ("positions", "store_positions", "window_positions"):
             value = np.broadcast_to(np.arange(spec.shape[-1]), spec.shape).copy()
         elif name == "position":
-            value = np.full(spec.shape, 64)
+            value = 64 - 5 * np.arange(spec.shape[0])[:, None]  # rows of a batch are ragged
         elif name.endswith("bias"):
-            value = np.where(np.arange(spec.shape[-1]) < spec.shape[-1] * 7 // 8, 0, -np.inf) + np.zeros(spec.shape)
+            filled = spec.shape[-1] * 7 // (8 + np.arange(spec.shape[0]).reshape(-1, *[1] * (len(spec.shape) - 1)))
+            value = np.where(np.arange(spec.shape[-1]) < filled, 0, -np.inf) + np.zeros(spec.shape)
         elif name == "asked":
             value = np.broadcast_to(np.arange(spec.shape[-1]) >= rng.integers(spec.shape[-1]), spec.shape)
         elif spec.dtype == "int8":

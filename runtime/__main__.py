@@ -210,6 +210,8 @@ def _info(arguments: argparse.Namespace) -> None:
             print(
                 f"  up to {bucket.length:5} tokens: store {', '.join(map(str, bucket.capacities))} slots a layer, "
                 f"window {bucket.window} ({bucket.recent} recent, {compacts})"
+                + f", {bucket.batch} requests at once"
+                * (bucket.batch > 1)
             )
     print("\nbackends")
     for name, backend in values["backends"].items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
@@ -91,15 +91,19 @@ class State:
     def capacities(self) -> list[int]:
         """C_l of every layer: by the recipe's share of tokens, or by what its share of bytes leaves for the store.
 
+        The same for every batch: its rows are states of single requests.
+
         Raises:
             UserError: the window alone takes the bytes that the recipe allows.
         """
+        if self.batch > 1:
+            return replace(self, batch=1).capacities
         budget, layers = self.recipe.budget, self.decoder.num_layers
         if budget.kv_bytes is None:
             return budget.capacities(budget.keep * self.length, layers, self.lengths)
         window = self._nbytes([0] * layers)
         slot = (self._nbytes([self.length] * layers) - window) / self.length  # one in every layer
-        allowed = budget.kv_bytes * self.length * self.decoder.fp16_token_bytes * self.batch - window
+        allowed = budget.kv_bytes * self.length * self.decoder.fp16_token_bytes - window
         slots = allowed / slot
         if slots < budget.least:
             raise UserError(

@@ -25,6 +25,7 @@ def graphs() -> dict[str, Graph]:
         "vision": specs(pixel_values=[1, 3, 2, 2]),
         "prefill": specs(embeddings=[1, 8, 4], positions=[1, 8], kinds=[1, 8], segments=[1, 8]),
         "decode": specs(embedding=[1, 1, 4], position=[1, 1], **window),
+        "decode_2": specs(embedding=[2, 1, 4], position=[2, 1], **{name: [2, 3, 4, 4] for name in window}),
         "extend": specs(embeddings=[1, 2, 4], positions=[1, 2], kinds=[1, 2], **window),
         "compact": specs(**window),
     }
@@ -32,15 +33,17 @@ def graphs() -> dict[str, Graph]:
         "vision": specs(visual_tokens=[1, 3, 4], kept=[1, 3]),
         "prefill": specs(logits=[1, 6], **window),
         "decode": specs(logits=[1, 6]),
+        "decode_2": specs(logits=[2, 6]),
         "extend": specs(logits=[1, 6], new_key=[1, 3, 2, 4], new_value=[1, 3, 2, 4]),
         "compact": specs(**{f"new_{name}": shape for name, shape in window.items()}),
     }
-    return {kind: Graph(kind, f"{kind}.onnx", taken[kind], given[kind]) for kind in taken}  # type: ignore[arg-type]
+    kinds: dict[str, Any] = {name: name.removesuffix("_2") for name in taken}
+    return {name: Graph(kinds[name], f"{name}.onnx", taken[name], given[name]) for name in taken}
 
 
 def manifest(**changes: Any) -> Manifest:
     buckets = [
-        Bucket(8, [4, 5], 4, 2, "prefill", "decode", "compact", extend="extend", chunk=2),
+        Bucket(8, [4, 5], 4, 2, "prefill", "decode", "compact", None, "extend", 2, "decode_2", 2),
         Bucket(8, [4, 5], 4, 4, "prefill", "decode", ""),
     ]
     levels = {"light": Level({"window": {"size": 4}, "bits": [8, None]}, [2, 1], 100, 3, "vision", buckets)}

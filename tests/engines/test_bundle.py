@@ -66,8 +66,8 @@ def contents() -> tuple[tuple[str, int], ...]:
 
 
 NAMES = [
-    "compact.onnx", "decode.onnx", "decode.plan", "extend.onnx", MANIFEST, CHECKSUM, "prefill.onnx", "tokenizer.json",
-    "vision.onnx", WEIGHTS,
+    "compact.onnx", "decode.onnx", "decode.plan", "decode_2.onnx", "extend.onnx", MANIFEST, CHECKSUM, "prefill.onnx",
+    "tokenizer.json", "vision.onnx", WEIGHTS,
 ]  # fmt: skip
 
 
@@ -187,6 +187,14 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("graphs.extend.inputs.1.shape", [1, 3], r"extend.onnx: positions should be \[1, 2\]"),
         ("graphs.extend.inputs.3.dtype", "float16", "extend.onnx takes key_window, which prefill.onnx does not return"),
         ("graphs.extend.outputs.2.shape", [1, 3, 1, 4], r"extend.onnx: new_value should be \[1, 3, 2, 4\]"),
+        ("levels.light.buckets.0.batch", 3, "decode_2.onnx is not decode.onnx for 3 rows"),
+        ("levels.light.buckets.0.batch", 1, "a batched graph and a batch of 2 rows or more belong together"),
+        ("levels.light.buckets.0.batch", -2, "a batched graph and a batch of 2 rows or more belong together"),
+        ("levels.light.buckets.1.batch", 2, "a batched graph and a batch of 2 rows or more belong together"),
+        ("levels.light.buckets.0.batched", "extend", "no decode graph of the name 'extend'"),
+        ("levels.light.buckets.0.batched", "decode", "decode.onnx is not decode.onnx for 2 rows"),
+        ("graphs.decode_2.inputs.3.shape", [1, 3, 4, 4], "decode_2.onnx is not decode.onnx for 2 rows"),
+        ("graphs.decode_2.outputs.0.dtype", "float16", "decode_2.onnx is not decode.onnx for 2 rows"),
         ("levels.light.buckets.0.capacities", [4], "not those of 2 layers"),
         ("levels.light.buckets.0.capacities", [4, -1], "not those of 2 layers"),
         ("levels.light.buckets.0.length", 9, r"prefill.onnx: embeddings should be \[1, 9, 4\]"),

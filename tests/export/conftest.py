@@ -74,7 +74,9 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Path:
     """The tiny checkpoint's bundle with one level of every stage, never to be changed."""
-    return once(tmp_path_factory, "tiny-bundle", lambda out: build(tiny_path, "--out", out, "--recipe", RECIPE))
+    return once(
+        tmp_path_factory, "tiny-bundle", lambda out: build(tiny_path, "--out", out, "--recipe", RECIPE, "--batch", 3)
+    )
 
 
 def build(*arguments: object, guard: str = "off") -> str:

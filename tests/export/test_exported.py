@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,12 +36,14 @@ def built(tiny_bundle: Path) -> Bundle:
 def modules(checkpoint: Checkpoint, built: Bundle) -> dict[str, graphs.Graph]:
     """The PyTorch module of every graph kind of the bundle's only bucket that has one image."""
     recipe = recipes.load(str(RECIPE))
-    state = graphs.State(checkpoint.decoder, recipe, built.manifest.levels["small"].buckets[0].length)
+    bucket = built.manifest.levels["small"].buckets[0]
+    state = graphs.State(checkpoint.decoder, recipe, bucket.length)
     statistics = keys.key_statistics(checkpoint, samples.read(checkpoint.path / "samples"))
     kinds = (graphs.Prefill, graphs.Decode, graphs.Extend, graphs.Compact)
     return {
         "vision": graphs.Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size).eval(),
         **{kind.kind: kind(state, statistics).eval() for kind in kinds},
+        "batched": graphs.Decode(replace(state, batch=bucket.batch), statistics).eval(),
     }
 
 
@@ -56,6 +59,7 @@ def models(built: Bundle) -> dict[str, onnx.ModelProto]:
 
 
 def test_every_large_weight_lies_in_the_one_file_once(built: Bundle) -> None:
+    assert {bucket.batch for bucket in built.manifest.levels["small"].buckets} == {3}
     size = (built.path / bundle.WEIGHTS).stat().st_size
     data = (built.path / bundle.WEIGHTS).read_bytes()
     places: dict[int, int] = {}
@@ -107,7 +111,8 @@ def test_everything_is_static_and_named(built: Bundle) -> None:
 def test_every_layer_has_its_operators(built: Bundle) -> None:
     layers = built.manifest.model.num_layers
     attention, select = ["QuantKVAttention"], ["TopKGather"]
-    operators = {"vision": [], "prefill": select, "decode": attention, "extend": attention, "compact": select}
+    operators = {"vision": [], "prefill": select, "decode": attention, "batched": attention}
+    operators |= {"extend": attention, "compact": select}
     for kind, names in operators.items():
         model = onnx.load(built.path / graph_of(built, kind).file, load_external_data=False)
         assert [node.op_type for node in model.graph.node if node.domain == DOMAIN] == names * layers
@@ -122,7 +127,7 @@ def test_weight_file_knows_what_it_has(tmp_path: Path) -> None:
     assert (tmp_path / bundle.WEIGHTS).read_bytes() == b"a" * 5000 + bytes(2 * PAGE - 5000) + b"b"
 
 
-@pytest.mark.parametrize("kind", ["vision", "prefill", "decode", "extend", "compact"])
+@pytest.mark.parametrize("kind", ["vision", "prefill", "decode", "batched", "extend", "compact"])
 def test_the_exported_graph_passes(built: Bundle, modules: dict[str, graphs.Graph], kind: str) -> None:
     assert largest_error(modules[kind], graph_of(built, kind), built.path) < TOLERANCE
 
@@ -180,6 +185,18 @@ def keep_the_worst(model: onnx.ModelProto) -> None:
     next(a for a in topk.attribute if a.name == "largest").i = 0
 
 
+def another_rows(tensor: str) -> Callable[[onnx.ModelProto], None]:
+    """Each of the three rows reads the next one's."""
+
+    def turn(model: onnx.ModelProto) -> None:
+        for node in model.graph.node:
+            node.input[:] = ["turned" if name == tensor else name for name in node.input]
+        model.graph.initializer.append(numpy_helper.from_array(np.array([1, 2, 0]), "turns"))
+        model.graph.node.insert(0, onnx.helper.make_node("Gather", [tensor, "turns"], ["turned"]))
+
+    return turn
+
+
 @pytest.mark.parametrize(
     ("kind", "edit"),
     [
@@ -190,6 +207,10 @@ def keep_the_worst(model: onnx.ModelProto) -> None:
         ("prefill", keep_the_worst),
         ("decode", attention_scale),
         ("decode", add_to_sub),
+        ("batched", attention_scale),
+        ("batched", another_rows("position")),
+        ("batched", another_rows("store_bias.1")),
+        ("batched", another_rows("key_window")),
         ("extend", attention_scale),
         ("extend", add_to_sub),
         ("compact", keep_the_worst),

@@ -45,6 +45,14 @@ def test_kv_bytes_too_small_for_the_window_is_a_user_error(checkpoint) -> None:
         tiny.Driver(checkpoint.decoder, tiny.recipe(budget={"kv_bytes": 0.01}), 48)
 
 
+@given(share=st.floats(0.8, 1.5), length=st.integers(48, 120), batch=st.integers(2, 9))
+def test_a_batchs_rows_are_states_of_single_requests(checkpoint, share: float, length: int, batch: int) -> None:
+    recipe = tiny.recipe(budget={"kv_bytes": share}, quantize={"method": "int8"})
+    one, many = (State(checkpoint.decoder, recipe, length, rows) for rows in (1, batch))
+    assert many.capacities == one.capacities
+    assert many.nbytes == batch * one.nbytes
+
+
 def check_shares(budget: Budget, want: np.ndarray) -> None:
     """A profile is known up to a factor."""
     got = np.array(budget.profile(len(want)))
