@@ -15,7 +15,7 @@ OURS = {"calibration", "engines", "export", "runtime", "scripts", "tests"}
 TRT = {"tensorrt", "tensorrt_rtx"}
 
 MAY_IMPORT = {
-    "runtime": {"engines", "numpy", "PIL", "tokenizers", "jinja2"},
+    "runtime": {"engines", "numpy", "PIL", "tokenizers", "jinja2", "triton_python_backend_utils"},
     "engines": {"numpy", "onnx", "onnxruntime", *TRT},
     "export": {
         "engines",
