@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from calibration import __main__ as command_line
 from calibration import guard as guards
 from calibration import samples, survey
 from calibration.failures import BLINDNESS, DRIFT, LOOPS
@@ -29,38 +27,16 @@ from export import recipe as recipes
 from export.checkpoint import Checkpoint
 from export.recipe import Recipe
 from tests.calibration import planted
-from tests.calibration.test_verdict import verdict
+from tests.calibration.guarded import guarded_folder, short_answers  # noqa: F401  # fixtures
 from tests.export import tiny
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-vlm"
-ANSWERS = ["red circle blue teal no yes 0 9", "3 1 5", "", "yes", "what is the color of the shape ?", "7"]
 RUINOUS: dict[str, Any] = {
     "importance": {"method": "streaming-llm"},
     "budget": {"keep": 0.05},
     "protect": {"sinks": 0, "recent": 1},
     "quantize": {"method": "float32"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_answers() -> Iterator[None]:
-    """A random model never ends its answer, and may repeat itself by chance."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guards, "MOST", 7)
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with grouped-query heads; samples with answers of many lengths, without, and without an image."""
-    folder = tiny.save(tmp_path_factory.mktemp("tiny") / "checkpoint", count=8)
-    lines = [
-        {"images": [f"{i}.png"], "prompt": "what color is the shape ?", "answer": ANSWERS[i % 6], "task": "ab"[i % 2]}
-        for i in range(8)
-    ]
-    lines.append({"images": [], "prompt": "how many digits ?", "answer": "3 1 5"})
-    (folder / "samples" / samples.FILE).write_text("\n".join(map(json.dumps, lines)))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -322,97 +298,3 @@ def test_ranges_are_those_of_an_attention_map(checkpoint: Checkpoint) -> None:
     )
     with pytest.raises(UserError, match="the attention map is of checkpoint with other weights: measure it again"):
         Guard(checkpoint, known[:2], known[2:], known=other)
-
-
-def test_command_prints_a_table_and_exits_with_1(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hard, off = ["--recipe", str(tmp_path / "hard.toml")], ["--recipe", "off"]
-    (tmp_path / "hard.toml").write_text(
-        "[budget]\nkeep = 0.2\n[protect]\nsinks = 0\nrecent = 1\n[window]\nleast = 2\nmost = 2\nrecent = 0.0\n"
-    )
-    common = ["guard", str(folder), "--share", "0.5"]
-    assert command_line.main([*common, *off]) == 0
-    out, error = capsys.readouterr()
-    assert out.splitlines()[0].startswith("| figure")
-    assert "off holds" in out
-    assert "samples are few" in error
-    assert command_line.main([*common, *hard, "--limits", "logit_kl=0,layers=1"]) == 1
-    out = capsys.readouterr().out
-    assert "hard is refused: attention KL" in out
-    assert "| NO" in out
-    assert "attention KL, layer 2" in out
-    assert "attention KL, layer 1" not in out
-    assert command_line.main([*common, *hard, "--lighten", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    verdicts = [parse(Verdict, verdict, "verdict") for verdict in told["verdicts"]]
-    assert [verdict.holds for verdict in verdicts] == [False] * (len(verdicts) - 1) + [True]
-    assert [verdict.recipe for verdict in verdicts[:2]] == ["hard", "hard-lighter-1"]
-    assert parse(Recipe, told["recipe"], "recipe").name == verdicts[-1].recipe
-    assert command_line.main([*common, *hard, "--lighten", "--limit", "2"]) == 0
-    assert "it says: budget.keep = " in capsys.readouterr().out
-    assert command_line.main([*common, *hard, "--lighter", hard[1], "--lighter", "off", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [verdict["recipe"] for verdict in told["verdicts"]] == ["hard", "hard", "off"]
-    assert command_line.main([*common, *hard, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["recipe"] is None
-
-
-def test_what_is_lighter_is_told_from_the_recipe_that_became_so(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Judge:
-        def __init__(self, *_: Any) -> None:
-            pass
-
-        def first(self, candidates: Iterable[Recipe], later: bool) -> list[tuple[Recipe, Verdict]]:
-            chosen = itertools.islice(candidates, 3)
-            return [(recipe, verdict(recipe=recipe.name, logit_kl=math.nan)) for recipe in chosen]
-
-    monkeypatch.setattr(guards, "Guard", Judge)
-    (first := tmp_path / "first.toml").write_text('merge = "three-way"\n[budget]\nkeep = 0.6\n')
-    (second := tmp_path / "second.toml").write_text("[budget]\nkeep = 0.2\n")
-    words = ["guard", str(folder), "--recipe", str(first), "--lighter", str(second), "--lighten"]
-    assert command_line.main(words) == 0
-    says = [line for line in capsys.readouterr().out.splitlines() if line.startswith("it says: ")]
-    assert says == [f"it says: budget.keep = {0.2 * 1.5}"]
-    assert command_line.main([*words, "--json"]) == 0
-    assert [told["logit_kl"] for told in json.loads(capsys.readouterr().out)["verdicts"]] == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--recipe"),
-        (["--recipe", "nothing"], "no recipe 'nothing'"),
-        (["--recipe", "off", "--samples", "nowhere"], "samples.jsonl does not exist"),
-        (["--recipe", "off", "--held-out", "nowhere"], "samples.jsonl does not exist"),
-        (["--recipe", "off", "--limits", "speed=1"], "unknown key 'speed'; known keys: attention_kl"),
-        (["--recipe", "off", "--limits", "logit_kl"], "must be NAME=NUMBER"),
-        (["--recipe", "off", "--limits", "logit_kl=-1"], "logit_kl must be at least 0"),
-        (["--recipe", "off", "--limits", "layers=0"], "layers must be at least 1"),
-        (["--recipe", "off", "--limits", "layers=1.5"], "expected int"),
-        (["--recipe", "off", "--map", "nowhere"], "nowhere is no attention map"),
-        (["--recipe", "off", "--limit", "0"], "must be at least 1"),
-        (["--recipe", "off", "--share", "0"], "--share: must be a number above 0 and below 1, got '0'"),
-        (["--recipe", "off", "--share", "1"], "--share: must be a number above 0 and below 1, got '1'"),
-        (["--recipe", "off", "--held-out", "SAMPLES"], "share an image with --samples: give others"),
-        (["--recipe", "TIGHT"], "recipe tight: kv_bytes = 0.001 leaves"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_2(
-    folder: Path,
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tight := tmp_path / "tight.toml").write_text("[budget]\nkv_bytes = 0.001\n")
-    monkeypatch.setattr(guards.Guard, "__init__", None)  # nothing is read before a mistake is found
-    places = {"SAMPLES": str(folder / "samples"), "TIGHT": str(tight)}
-    arguments = [places.get(word, word) for word in arguments]
-    assert command_line.main(["guard", str(folder), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

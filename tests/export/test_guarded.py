@@ -5,33 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from calibration import __main__ as calibration
-from calibration import guard as guards
 from calibration import samples
 from engines import bundle
 from engines.config import parse
 from engines.guard import Verdict
 from export import build
 from runtime.__main__ import main as runtime
+from tests.calibration.guarded import HARD, short_answers  # noqa: F401  # fixtures
 from tests.export import tiny
 from tests.export.conftest import DEMO
 
-HARD = """
-[budget]
-keep = 0.2
-[protect]
-sinks = 0
-recent = 1
-[window]
-least = 2
-most = 2
-recent = 0.0
-"""
 BLIND = """
 [importance]
 method = "streaming-llm"
@@ -46,14 +34,6 @@ most = 8
 recent = 0.0
 """
 SMALL = ["--images", "1", "--text-tokens", "8", "--jobs", "1", "--kernels", "never"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_answers() -> Iterator[None]:
-    """A random model never ends its answer, and may repeat itself by chance."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guards, "MOST", 7)
-        yield
 
 
 @pytest.fixture(scope="module")
