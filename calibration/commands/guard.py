@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from calibration.commands.options import Commands, as_json, numbers, part, progress_bar
+from calibration.commands.options import Commands, add_checkpoint, as_json, numbers, part, progress_bar
 from engines.errors import positive
 from engines.guard import Limits
 
@@ -22,16 +22,13 @@ def add(commands: Commands) -> None:
         epilog="example:  python -m calibration guard models/demo-vlm --recipe balanced --lighten",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
+    add_checkpoint(parser)
     parser.add_argument("--recipe", required=True, metavar="NAME|FILE", help="that is judged")
     parser.add_argument(
         "--lighter", action="append", default=[], metavar="NAME|FILE", help="judged next if it is refused; repeat it"
     )
     parser.add_argument(
         "--lighten", action="store_true", help="if it is refused, keep more, then more bits, until it holds"
-    )
-    parser.add_argument(
-        "--samples", help="folder with samples.jsonl, or easy-vqa (default: CHECKPOINT/samples); some are held out"
     )
     parser.add_argument("--held-out", help="the same: other samples, all held out; those of --samples all calibrate")
     parser.add_argument("--share", type=part, default=0.25, help="of the samples that are held out (default: 0.25)")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from calibration.commands.options import Commands, as_json, progress_bar, share
+from calibration.commands.options import Commands, add_checkpoint, as_json, progress_bar, share
 from engines.errors import positive
 
 
@@ -18,8 +17,7 @@ def add(commands: Commands) -> None:
         epilog="example:  python -m calibration heads models/demo-vlm --align --limit-error 0.05",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
-    parser.add_argument("--samples", help="folder with samples.jsonl, or easy-vqa (default: CHECKPOINT/samples)")
+    add_checkpoint(parser)
     parser.add_argument("--align", action="store_true", help="turn heads onto each other before they are averaged")
     parser.add_argument("--most", type=positive, default=4, metavar="N", help="heads that become one (default: 4)")
     parser.add_argument(

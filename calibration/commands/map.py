@@ -6,19 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from calibration.commands.options import Commands, as_json, progress_bar
+from calibration.commands.options import Commands, add_checkpoint, as_json, progress_bar
 from engines.errors import UserError, positive
 
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser("map", help="measure what every layer and head looks at, and what it caches")
     parser.set_defaults(run=run)
-    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
-    parser.add_argument(
-        "--samples",
-        type=Path,
-        help="folder with samples.jsonl, or easy-vqa: questions of that package (default: CHECKPOINT/samples)",
-    )
+    add_checkpoint(parser)
     parser.add_argument("--out", type=Path, help="the map's file (default: build/NAME.map.safetensors)")
     parser.add_argument("--limit", type=positive, metavar="N", help="measure on the first N samples only")
     parser.add_argument("--seed", type=int, default=0, help="chooses the rows that percentiles are of (default: 0)")

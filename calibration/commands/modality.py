@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from calibration.commands.options import Commands, as_json, share
+from calibration.commands.options import Commands, add_checkpoint, as_json, share
 from engines.errors import positive
 
 
@@ -18,9 +18,8 @@ def add(commands: Commands) -> None:
         epilog="example:  python -m calibration map models/demo-vlm && python -m calibration modality models/demo-vlm",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
+    add_checkpoint(parser)
     parser.add_argument("--map", type=Path, help="the attention map (default: build/NAME.map.safetensors)")
-    parser.add_argument("--samples", help="folder with samples.jsonl, or easy-vqa (default: CHECKPOINT/samples)")
     parser.add_argument("--keep", type=share, default=0.3, help="share of the tokens that is kept (default: 0.3)")
     parser.add_argument("--visual-cap", type=share, default=0.8, help="most of an image that is dropped (default: 0.8)")
     parser.add_argument("--text-cap", type=share, default=0.4, help="most of the text that is dropped (default: 0.4)")

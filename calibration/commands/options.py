@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ def number(fits: Callable[[float], bool], what: str) -> Callable[[str], float]:
         return value
 
     return number
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """The model that is measured, and what it is measured on: they stand first in every such command's help."""
+    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
+    parser.add_argument("--samples", help="folder with samples.jsonl, or easy-vqa (default: CHECKPOINT/samples)")
 
 
 share = number(lambda share: 0 <= share <= 1, "from 0 to 1")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from calibration.commands.options import Commands, as_json, progress_bar, share
+from calibration.commands.options import Commands, add_checkpoint, as_json, progress_bar, share
 from engines.errors import positive
 
 AGREES = 0.3  # rank correlation from which entropy is some guide
@@ -20,8 +19,7 @@ def add(commands: Commands) -> None:
         epilog="example:  python -m calibration perception models/demo-vlm --keep 0.5 --by quota",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
-    parser.add_argument("--samples", help="folder with samples.jsonl, or easy-vqa (default: CHECKPOINT/samples)")
+    add_checkpoint(parser)
     parser.add_argument("--recipe", default="balanced", help="its [perception] chooses tokens (default: balanced)")
     parser.add_argument("--keep", type=share, default=0.5, help="share of the visual tokens, mean (default: 0.5)")
     parser.add_argument(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from calibration.commands.options import Commands, as_json, nats, progress_bar
+from calibration.commands.options import Commands, add_checkpoint, as_json, nats, progress_bar
 from engines.errors import positive
 
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser("precision", help="measure what each layer loses in few bits, and choose by it")
     parser.set_defaults(run=run)
-    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
-    parser.add_argument("--samples", type=Path, help="folder with samples.jsonl (default: CHECKPOINT/samples)")
+    add_checkpoint(parser)
     parser.add_argument(
         "--recipe", default="balanced", help="its [quantize] sets the methods' common knobs (default: balanced)"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from calibration.commands.options import Commands, progress_bar
+from calibration.commands.options import Commands, add_checkpoint, progress_bar
 from calibration.commands.plan import PLANNED
 from calibration.report import FILE, SAMPLES
 from engines.errors import UserError, positive
@@ -21,15 +21,12 @@ def add(commands: Commands) -> None:
         epilog="example:  python -m calibration report models/demo-vlm --recipe balanced --recipe extreme",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
+    add_checkpoint(parser)
     parser.add_argument(
         "--recipe",
         action="append",
         metavar="NAME|FILE",
         help=f"a level to show; repeat it for several (default: {', '.join(PLANNED)})",
-    )
-    parser.add_argument(
-        "--samples", help="folder with samples.jsonl, or easy-vqa (default: CHECKPOINT/samples); some are drawn"
     )
     parser.add_argument("--map", type=Path, metavar="FILE", help="an attention map (default: it is measured)")
     parser.add_argument(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 
-from calibration.commands.options import Commands, progress_bar, share
+from calibration.commands.options import Commands, add_checkpoint, progress_bar, share
 from engines.errors import positive
 
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser("sensitivity", help="measure what each layer needs, and share out the slots by it")
     parser.set_defaults(run=run)
-    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
-    parser.add_argument("--samples", type=Path, help="folder with samples.jsonl (default: CHECKPOINT/samples)")
+    add_checkpoint(parser)
     parser.add_argument("--recipe", default="balanced", help="its stages choose the tokens (default: balanced)")
     parser.add_argument("--keep", type=share, default=0.1, help="mean share of the tokens (default: 0.1)")
     parser.add_argument("--least", type=share, default=0.0, help="share of every layer, at least")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from calibration.commands.options import Commands, as_json, number, numbers, progress_bar
+from calibration.commands.options import Commands, add_checkpoint, as_json, number, numbers, progress_bar
 from engines.errors import UserError
 
 _bytes = number(lambda count: 0 < count < 2**40, "of bytes above 0")
@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
         epilog="example:  python -m calibration tune models/demo-vlm --target-accuracy -1",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
+    add_checkpoint(parser)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument(
         "--target-bytes-per-token",
@@ -41,7 +41,6 @@ def add(commands: Commands) -> None:
         metavar="P",
         help="what each task may lose in points, e.g. -1: the recipe with the fewest bytes that loses no more",
     )
-    parser.add_argument("--samples", help="folder with samples.jsonl, or easy-vqa (default: CHECKPOINT/samples)")
     parser.add_argument("--recipe", default="balanced", metavar="NAME|FILE", help="to begin with (default: balanced)")
     parser.add_argument("--later", action="store_true", help="the question comes after the compression")
     parser.add_argument(
