@@ -128,9 +128,9 @@ def _judge(guard: Guard, recipe: Recipe, later: bool, way: str) -> tuple[Recipe,
     if not (verdict.holds or (way == WARN and _finite(verdict))):
         lightest = f", even as {verdict.recipe}, the lightest of it" if way == LIGHTEN else ""
         raise UserError(
-            f"recipe {recipe.name} is refused{lightest}: {'; '.join(verdict.reasons)}: let it drop less, "
-            f"{'' if lightest else 'have that done by  --guard lighten , '}state other limits in its [guard], or build "
-            "it as it is by  --guard warn"
+            f"recipe {recipe.name} is refused{lightest}: {'; '.join(verdict.reasons)}: let it drop less"
+            f"{'' if lightest else ' (--guard lighten does that)'}, state other limits in its [guard], or build it as "
+            "it is (--guard warn)"
         )
     told = changes(chosen, recipe)
     if told:
