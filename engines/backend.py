@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from engines.cuda import Array
+
+Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]  # name -> dtype and shape
+
 
 class Session(Protocol):
-    """One loaded static-shape graph."""
+    """One loaded static-shape graph.
 
-    provider: str  # what really runs it, for example "CPUExecutionProvider"
+    Attributes:
+        inputs, outputs: as the graph declares them.
+    """
 
-    def run(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run the graph once; every input by name in, every output by name out."""
+    inputs: Tensors
+    outputs: Tensors
+
+    @property
+    def provider(self) -> str:
+        """What really runs it, for example "CPUExecutionProvider"."""
         ...
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Any]:
+        """Run the graph once; every input by name in, every output by name out, on the host if it is wanted there."""
+        ...
+
+
+def check_feeds(title: str, inputs: Tensors, feeds: Mapping[str, Array]) -> None:
+    """Raise a `ValueError` unless a graph gets what it declares."""
+    if feeds.keys() != inputs.keys():
+        missing, unknown = sorted(inputs.keys() - feeds.keys()), sorted(feeds.keys() - inputs.keys())
+        raise ValueError(f"{title}: inputs missing: {missing}, unknown: {unknown}")
+    for name, (dtype, shape) in inputs.items():
+        array = feeds[name]
+        if array.dtype != dtype or array.shape != shape:
+            got = f"{array.dtype} {list(array.shape)}"
+            raise ValueError(f"{title}: input {name!r} must be {dtype} {list(shape)}, got {got}")
 
 
 @dataclass(frozen=True)

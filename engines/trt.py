@@ -157,14 +157,14 @@ def status(backend: str, bundle: Bundle) -> Status:
 
 
 def _check(backend: str, bundle: Bundle) -> str:
-    title, here = table(backend).title, version(backend)
-    device = gpu()
+    title, device = table(backend).title, gpu()
     if device is None:
-        raise UserError(f"no NVIDIA GPU here ({title} {here} is installed, but plans run on a GPU only)")
+        raise UserError("no NVIDIA GPU here, and plans run on one only")
     plans = {plan.graph: plan for plan in bundle.manifest.plans if plan.backend == backend}
     if missing := [graph for graph in bundle.manifest.graphs if graph not in plans]:
         which = "no plans" if not plans else f"no plan of {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
         raise UserError(f"the bundle has {which} for {backend}: {rebuild(backend, bundle)}")
+    here = version(backend)  # last: it imports TensorRT
     for plan in plans.values():
         if plan.version != here or device not in plan.compute_capabilities:
             raise UserError(

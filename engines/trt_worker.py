@@ -46,8 +46,13 @@ def gpu() -> str | None:
     return f"sm_{major.value}{minor.value}"
 
 
-def make_logger(trt: ModuleType) -> Any:
-    """A logger that prints what a person may need, and keeps the graph's errors and the builder's layer report."""
+def make_logger(trt: ModuleType, printed: Any = None) -> Any:
+    """A logger that prints what a person may need, and keeps the graph's errors and the builder's layer report.
+
+    Args:
+        printed: the least severity that is printed; INFO by default.
+    """
+    printed = trt.ILogger.Severity.INFO if printed is None else printed
 
     class Logger(trt.ILogger):  # type: ignore[name-defined]
         def __init__(self) -> None:
@@ -60,7 +65,7 @@ def make_logger(trt: ModuleType) -> Any:
                 self.report = message
             if severity.value <= trt.ILogger.Severity.ERROR.value:
                 self.errors.append(one_line(Exception(message)))
-            if severity.value <= trt.ILogger.Severity.INFO.value:
+            if severity.value <= printed.value:
                 print(message, file=sys.stderr, flush=True)
 
     return Logger()

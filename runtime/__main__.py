@@ -76,7 +76,8 @@ def _model(parser: argparse.ArgumentParser) -> None:
     """What opens a bundle, and how long an answer may be."""
     parser.add_argument("bundle", help="folder that export/build.py wrote")
     parser.add_argument("--level", help="compression level (default: the bundle's; `info` lists them)")
-    parser.add_argument("--backend", default="auto", help="auto, ort, trt-rtx or trt (default: auto)")
+    parser.add_argument("--backend", default="auto", help="auto, ort, trt-rtx or trt (default: auto, the first "
+                        "of trt, trt-rtx and ort that runs the bundle here, and it says why)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the backend's choice)")
     parser.add_argument("--no-kernels", action="store_true", help="run the graphs as they are, without kernels")
@@ -146,7 +147,7 @@ def _ask(arguments: argparse.Namespace) -> None:
     if arguments.json:
         values = dataclasses.asdict(stats)
         values |= {"answer": result.text, "tokens": result.tokens, "seconds_by_part": stats.seconds}
-        values |= {"finish_reason": result.finish_reason}
+        values |= {"finish_reason": result.finish_reason, "backend_reason": vlm.why}
         values |= {"logprobs": [dataclasses.asdict(each) for each in result.logprobs]}
         print(json.dumps(values | {"seconds": sum(stats.seconds.values())}))
         return
@@ -154,6 +155,8 @@ def _ask(arguments: argparse.Namespace) -> None:
     for each in result.logprobs:
         beside = ", ".join(f"{vlm.tokenizer.id_to_token(token)!r} {value:z.3f}" for token, value in each.top)
         print(f"{vlm.tokenizer.id_to_token(each.token)!r} {each.logprob:z.3f}  [{beside}]", file=sys.stderr)
+    if arguments.backend == "auto":
+        print(f"backend {vlm.backend}: {vlm.why}", file=sys.stderr)
     print(
         f"[{stats.level}, {stats.backend} ({stats.provider}{', kernels' * stats.kernels}); "
         f"{stats.prompt_tokens} prompt tokens, {stats.visual_tokens} visual tokens kept; "

@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from engines import trt
-from engines.backend import Status
+from engines import cuda, ort, trt, trt_session
+from engines.backend import Session, Status
 from engines.bundle import REBUILD, Bundle
+from engines.cuda import Device
 from engines.errors import UserError
-from engines.ort import OrtSession, ort_status, providers
 from engines.plugins import store
 
 AUTO = "auto"
 NAMES = ("ort", *trt.BACKENDS)
+PREFERRED = ("trt", "trt-rtx", "ort")  # by `auto`; asking for plans costs nothing where there is no GPU or none are
 
 
 def status(name: str, bundle: Bundle) -> Status:
     """Whether one backend runs this bundle here, and the reason."""
     if name == "ort":
-        found = ort_status()
+        found = ort.ort_status()
         return Status(name, True, f"{found.reason}; {kernels(bundle)[1]}") if found.available else found
     plans = trt.status(name, bundle)
-    if plans.available:
-        reason = f"{plans.reason}, but this runtime does not run plans yet: use --backend ort"
-        return Status(name, False, reason)
+    if not plans.available:
+        return plans
+    try:
+        cuda.device()
+        _plugins(name, bundle)
+    except UserError as error:
+        return Status(name, False, str(error))
     return plans
 
 
-def choose(name: str, bundle: Bundle) -> str:
+@dataclass(frozen=True)
+class Choice:
+    """The backend to use, and why it."""
+
+    name: str
+    reason: str
+
+
+def choose(name: str, bundle: Bundle) -> Choice:
     """The backend to use: `name` itself, or the first that can run when it is `auto`.
 
     Raises:
@@ -37,34 +51,63 @@ def choose(name: str, bundle: Bundle) -> str:
     """
     if name not in (AUTO, *NAMES):
         raise UserError(f"unknown backend {name!r}: choose {', '.join((AUTO, *NAMES))}")
-    refused = []
-    for candidate in NAMES if name == AUTO else [name]:
+    refused: list[Status] = []
+    for candidate in PREFERRED if name == AUTO else [name]:
         known = status(candidate, bundle)  # one after another: asking TensorRT imports it
         if known.available:
-            return candidate
-        refused.append(f"backend {candidate} cannot run here: {known.reason}")
-    raise UserError("; ".join(refused))
+            others = [f"not {' nor '.join(names)}: {why}" for why, names in _by_reason(refused).items()]
+            return Choice(candidate, "; ".join([known.reason, *others]))
+        refused.append(known)
+    said = [f"backend {' and '.join(names)} cannot run here: {why}" for why, names in _by_reason(refused).items()]
+    raise UserError("; ".join(said))
+
+
+def _by_reason(refused: list[Status]) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for each in refused:
+        names.setdefault(each.reason, []).append(each.name)
+    return names
 
 
 def kernels(bundle: Bundle) -> tuple[Path | None, str]:
-    """The compiled kernels that run beside the bundle's graphs here, and why those, or why none."""
+    """The compiled kernels that run beside the bundle's ONNX graphs here, and why those, or why none."""
     if not any(graph.operators for graph in bundle.manifest.graphs.values()):
         return None, "no kernels are needed"
-    if (provider := providers()[0]) != "CPUExecutionProvider":
+    if (provider := ort.providers()[0]) != "CPUExecutionProvider":
         return None, f"no kernels for {provider}"
     return store.for_onnxruntime(bundle)
 
 
-def load(bundle: Bundle, graph: str, threads: int | None, library: Path | None = None) -> OrtSession:
-    """Load one graph of the bundle, with these kernels, and compare what it declares with the manifest."""
+def library(name: str, bundle: Bundle) -> Path | None:
+    """What a backend loads beside the bundle's graphs: kernels for ONNX Runtime, the plugins of plans."""
+    return kernels(bundle)[0] if name == "ort" else _plugins(name, bundle)
+
+
+def _plugins(name: str, bundle: Bundle) -> Path | None:
+    if not any(plan.plugins for plan in bundle.manifest.plans if plan.backend == name):
+        return None
+    return store.for_tensorrt(bundle, trt.gpu() or "no GPU")
+
+
+def device(name: str) -> Device | None:
+    """Where a backend's tensors lie between two calls; None: on the host."""
+    return ort.device() if name == "ort" else cuda.device()
+
+
+def load(bundle: Bundle, graph: str, threads: int | None, library: Path | None = None, backend: str = "ort") -> Session:
+    """Load one graph of the bundle, with what `library` found, and compare what it declares with the manifest."""
     described = bundle.manifest.graphs[graph]
-    session = OrtSession(bundle.file(described.file), threads, library if described.operators else None)
+    # The rest of what a graph returns is only ever given to another.
+    wanted = {spec.name for spec in described.outputs if described.kind == "vision" or spec.name == "logits"}
+    session: Session
+    if backend == "ort":
+        session = ort.load(bundle.file(described.file), threads, library if described.operators else None, wanted)
+    else:
+        session = trt_session.load(backend, bundle, graph, wanted, library, captured=described.kind == "decode")
     for specs, declared in ((described.inputs, session.inputs), (described.outputs, session.outputs)):
         expected = {spec.name: (np.dtype(spec.dtype), tuple(spec.shape)) for spec in specs}
-        for name in sorted(expected.keys() | declared.keys()):
-            if expected.get(name) != declared.get(name):
-                raise UserError(
-                    f"{session.path}: {name!r} is {declared.get(name)} in the graph, but {expected.get(name)} in the "
-                    f"manifest: {REBUILD} --out {bundle.path}"
-                )
+        for tensor in sorted(expected.keys() | declared.keys()):
+            if expected.get(tensor) != declared.get(tensor):
+                what = f"{described.file} as {backend} loads it: {tensor!r} is {declared.get(tensor)} in the graph"
+                raise UserError(f"{what}, but {expected.get(tensor)} in the manifest: {REBUILD} --out {bundle.path}")
     return session

@@ -38,6 +38,7 @@ class Chat:
         """Answer every line, until they end."""
         asks = lines.isatty()
         if asks:
+            print(f"backend {self.vlm.backend}: {self.vlm.why}")
             print(f"level {self.session.level}; /help tells what else can be typed")
         while True:
             if asks:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engines import bundle as bundles
+from engines.backend import Session
 from engines.bundle import Bucket, Bundle, Level
+from engines.cuda import Array
 from engines.errors import UserError
-from engines.ort import OrtSession
 from engines.preprocessor import ImagePreprocessor
 from engines.tokens import FIRST, TEXT, VISUAL, marked
 from runtime import backends
@@ -53,6 +54,7 @@ class VLM:
     """An opened bundle at one compression level. Graphs are loaded when first needed and kept.
 
     Attributes:
+        backend, why: what runs it, and why that.
         monitor: watches all answers and counts; set another one to change what follows an alarm.
     """
 
@@ -67,14 +69,15 @@ class VLM:
         manifest = bundle.manifest
         self.bundle, self.model = bundle, manifest.model
         self.level = manifest.default_level if level is None else level
-        self.backend, self.threads = backend, threads
-        self._library = backends.kernels(bundle)[0] if kernels else None
+        self.backend, self.threads, self.why = backend, threads, ""
+        self._device = backends.device(backend)
+        self._library = backends.library(backend, bundle) if kernels or backend != "ort" else None
         if self.level not in manifest.levels:
             raise UserError(f"no level {self.level!r} in {bundle.path}: choose {', '.join(manifest.levels)}")
         self._table, self._sentence_ends = bundle.embedding(), frozenset(manifest.model.sentence_ends)
         self.prompts = PromptReader(bundle.path, self.model)
         self._preprocessor = ImagePreprocessor.read(bundle.path)
-        self._sessions: dict[str, OrtSession] = {}
+        self._sessions: dict[str, Session] = {}
         self._gates = {name: VisualGate(known, self.model.image_tokens) for name, known in manifest.levels.items()}
         self._ladders = {later: self._ladder(later) for later in (False, True)}
         self.monitor = Monitor()
@@ -92,7 +95,10 @@ class VLM:
         if threads is not None:
             check_number("threads", threads, 1, MAX_THREADS)
         bundle = bundles.read(Path(path))
-        return cls(bundle, level, backends.choose(backend, bundle), threads, kernels)
+        choice = backends.choose(backend, bundle)
+        vlm = cls(bundle, level, choice.name, threads, kernels)
+        vlm.why = choice.reason
+        return vlm
 
     def generate(
         self,
@@ -242,8 +248,14 @@ class VLM:
         kind, position = TEXT + FIRST * (context.begins and not ends), context.position
         with stats.time("decode"):
             self._decode(context, self._table[token], np.array([position]), np.array([kind]))
+        stats.provider = self._sessions[context.bucket.decode].provider  # whether it has become a CUDA graph meanwhile
         context.position, context.begins = context.position + 1, ends
         return ""
+
+    def place(self, arrays: dict[str, np.ndarray]) -> dict[str, Array]:
+        """A state's arrays where the graphs take them without a copy in each call."""
+        placed: dict[str, Array] = {**arrays}
+        return {**self._device.place(arrays)} if self._device else placed
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -275,7 +287,7 @@ class VLM:
     def _after_images(self, ids: list[int]) -> list[int]:
         return ids[len(ids) - ids[::-1].index(self.model.image_token_id) :]
 
-    def _question(self, request: Request, vision: OrtSession) -> dict[str, np.ndarray]:
+    def _question(self, request: Request, vision: Session) -> dict[str, np.ndarray]:
         """The text after the last image, for a vision graph that chooses by it; no text if it is to come later."""
         if "question" not in vision.inputs:
             return {}
@@ -330,7 +342,7 @@ class VLM:
     def _step(
         self,
         context: Context,
-        graph: OrtSession,
+        graph: Session,
         tokens: dict[str, np.ndarray],
         positions: np.ndarray,
         kinds: np.ndarray,
@@ -349,10 +361,10 @@ class VLM:
                 state.compacted(compact.run(state.feeds(list(compact.inputs))))
         return not state.full
 
-    def _session(self, graph: str, stats: Stats) -> OrtSession:
+    def _session(self, graph: str, stats: Stats) -> Session:
         if graph not in self._sessions:
             with stats.time("load"):
-                self._sessions[graph] = backends.load(self.bundle, graph, self.threads, self._library)
+                self._sessions[graph] = backends.load(self.bundle, graph, self.threads, self._library, self.backend)
         return self._sessions[graph]
 
 

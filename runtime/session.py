@@ -169,7 +169,8 @@ class Session:
             context.state.compactions, context.position, context.begins, self.messages, self._unread, self._space,
         )  # fmt: skip
         metadata = {"format": FORMAT, "session": json.dumps(dataclasses.asdict(saved))}
-        tensors.write(Path(path), context.state.arrays | {"logits": context.logits}, metadata)
+        arrays = {name: np.asarray(array) for name, array in context.state.arrays.items()}
+        tensors.write(Path(path), arrays | {"logits": context.logits}, metadata)
 
     @classmethod
     def load(cls, vlm: VLM, path: str | Path) -> Session:
@@ -206,7 +207,7 @@ class Session:
         session.level, session._unread, session._space = saved.level, saved.unread, saved.space
         session.messages = messages_of(saved.messages, 0)
         logits = arrays.pop("logits")
-        state = State(arrays, bucket)
+        state = State(vlm.place(arrays), bucket)
         state.count, state.compactions = saved.count, saved.compactions
         session.context = Context(state, bucket, logits, saved.position, saved.begins)
         return session

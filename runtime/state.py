@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from engines.bundle import Bucket
+from engines.cuda import Array
 
 REPLACES = "new_"  # an ONNX graph cannot return a tensor under an input's name: `new_X` replaces X
 
@@ -17,12 +19,12 @@ class State:
 
     Attributes:
         arrays: name -> array; stores have one array a layer (`key_store.0`), windows one for the heads of all
-            layers (`key_window`).
+            layers (`key_window`). They lie where the graphs take them: numpy arrays, or such in GPU memory.
         count: window slots in use; the next token is written into the one behind them.
         compactions: how often the window was compacted into the store.
     """
 
-    def __init__(self, outputs: dict[str, np.ndarray], bucket: Bucket) -> None:
+    def __init__(self, outputs: Mapping[str, Array], bucket: Bucket) -> None:
         """Take over what prefill returned; the last `recent` tokens of the prompt fill the window's first slots."""
         self.arrays = {name: array for name, array in outputs.items() if name != "logits"}
         self.window, self.recent = bucket.window, bucket.recent
@@ -52,19 +54,20 @@ class State:
             positions: of the tokens that the model saw, [T].
         """
         stores = [name.removeprefix("store_bias") for name in self.arrays if name.startswith("store_bias")]
-        biases = [self.arrays[f"store_bias{layer}"][0] for layer in stores]
+        biases = [np.asarray(self.arrays[f"store_bias{layer}"][0]) for layer in stores]
         if "window_positions" not in self.arrays:
             if min(bias.shape[1] for bias in biases) + self.count < len(positions):
                 return None
             return np.bincount(positions, minlength=total).astype(np.float64)
         heads = sum(map(len, biases))
-        window = self.arrays["window_positions"][self.arrays["window_bias"] > -np.inf]
+        window = np.asarray(self.arrays["window_positions"])[np.asarray(self.arrays["window_bias"]) > -np.inf]
         held = heads * np.bincount(window, minlength=total)
         for layer, bias in zip(stores, biases, strict=True):
-            held += np.bincount(self.arrays[f"store_positions{layer}"][0][bias > -np.inf], minlength=total)
+            stored = np.asarray(self.arrays[f"store_positions{layer}"][0])
+            held += np.bincount(stored[bias > -np.inf], minlength=total)
         return held / heads
 
-    def feeds(self, names: list[str]) -> dict[str, np.ndarray]:
+    def feeds(self, names: list[str]) -> dict[str, Array]:
         """The state's tensors among a graph's inputs."""
         return {name: self.arrays[name] for name in names if name in self.arrays}
 
@@ -73,7 +76,7 @@ class State:
         """Window slots that are left."""
         return self.window - self.count
 
-    def write(self, outputs: dict[str, np.ndarray], positions: np.ndarray, kinds: np.ndarray) -> None:
+    def write(self, outputs: Mapping[str, Array], positions: np.ndarray, kinds: np.ndarray) -> None:
         """Take over what decode or extend returned, and write the new tokens' rows into the next window slots.
 
         Args:
@@ -96,13 +99,13 @@ class State:
             arrays["window_kinds"][:, slots] = kinds
         self.count += rows
 
-    def compacted(self, outputs: dict[str, np.ndarray]) -> None:
+    def compacted(self, outputs: Mapping[str, Array]) -> None:
         """Take over what compact returned: the window keeps its last `recent` tokens."""
         self._replace(outputs)
         self.count = self.recent
         self.compactions += 1
 
-    def _replace(self, outputs: dict[str, np.ndarray]) -> None:
+    def _replace(self, outputs: Mapping[str, Array]) -> None:
         for name, array in outputs.items():
             replaced = name.removeprefix(REPLACES)
             if replaced in self.arrays:

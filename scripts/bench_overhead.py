@@ -91,8 +91,8 @@ class Clock:
 def measure(path: Path, level: str | None, tokens: int) -> list[Row]:
     runs: list[tuple[bool, float, float]] = []
 
-    def timed(bundle: Bundle, graph: str, *options: Any) -> OrtSession:
-        session = load(bundle, graph, *options)
+    def timed(bundle: Bundle, graph: str, *options: Any) -> Any:
+        session: Any = load(bundle, graph, *options)
         decodes = bundle.manifest.graphs[graph].kind == "decode"
         session._session = Clock(session._session, decodes, runs)
         return session

@@ -16,7 +16,6 @@ import installed  # noqa: F401
 # isort: split
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -25,7 +24,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,11 +37,13 @@ from rich.table import Table
 import runtime
 from demo_vlm.data import make_page
 from engines import bundle as bundles
-from engines import ort, trt
+from engines import ort
+from engines.backend import Session
 from engines.bundle import Bundle
-from engines.errors import Parser, UserError, command, one_line
+from engines.cuda import Array
+from engines.errors import Parser, UserError, command
 from runtime import backends
-from runtime.backends import load
+from runtime.backends import NAMES, load
 from runtime.generate import Stats
 
 WARM_UP = 3  # calls that are not counted
@@ -51,7 +52,6 @@ SEED = 0  # of the drawn pages
 QUESTION = "what is the number in row 1 column 1 ?"
 # Largest difference that still counts as agreement, by kind of dtype. Rounding to int8 may fall on either side.
 TOLERANCE = {"f": 1e-3, "i": 0.0, "int8": 1.0}
-NAMES = ("ort", *trt.BACKENDS)
 
 Feeds = dict[str, np.ndarray]
 Call = Callable[[Feeds], Any]
@@ -96,14 +96,14 @@ class Recorder:
     feeds: dict[str, Feeds] = field(default_factory=dict)
     on: bool = True
 
-    def load(self, bundle: Bundle, graph: str, threads: int | None, library: Path | None) -> ort.OrtSession:
+    def load(self, bundle: Bundle, graph: str, *options: Any) -> Session:
         """Stands in for `runtime.backends.load`."""
-        session = load(bundle, graph, threads, library)
+        session = load(bundle, graph, *options)
         run = session.run
 
-        def recording(feeds: Feeds) -> Feeds:
+        def recording(feeds: Mapping[str, Array]) -> dict[str, Any]:
             if self.on:  # copied: the runtime writes new tokens into the same arrays
-                self.feeds[graph] = {name: array.copy() for name, array in feeds.items()}
+                self.feeds[graph] = {name: np.array(array) for name, array in feeds.items()}
             return run(feeds)
 
         session.run = recording  # type: ignore[method-assign]
@@ -140,35 +140,26 @@ def measure(call: Call, feeds: Feeds, runs: int) -> tuple[float, float]:
     return float(median), float(p95)
 
 
-@contextlib.contextmanager
-def loaded(backend: str, bundle: Bundle, graph: str, feeds: Feeds, threads: int | None) -> Iterator[tuple[str, Call]]:
-    """One graph on one backend: the provider that really runs it, and the call."""
-    if backend == "ort":
-        library = backends.kernels(bundle)[0]
-        session = load(bundle, graph, threads, library)
-        kernels = ", kernels" if library and bundle.manifest.graphs[graph].operators else ""
-        yield providers(session, feeds) + kernels, session.run
-    else:
-        from polygraphy.exception import PolygraphyException
-
-        try:
-            with plan_runner(backend, bundle, graph) as runner:
-                yield trt.BACKENDS[backend].title, functools.partial(runner.infer, check_inputs=False)
-        except PolygraphyException as error:
-            why = f"{backend} cannot run its plan of {graph}: {one_line(error)}"
-            raise UserError(f"{why} (leave it out with --backend ort)") from error
+def opened(backend: str, bundle: Bundle, graph: str, threads: int | None) -> tuple[Session, Call]:
+    """One graph on one backend as the runtime runs it, and a call of it from the host and back."""
+    session = load(bundle, graph, threads, backends.library(backend, bundle), backend)
+    return session, lambda feeds: {name: np.asarray(array) for name, array in session.run(feeds).items()}
 
 
-def providers(session: ort.OrtSession, feeds: Feeds) -> str:
-    """Where the graph's nodes run: only ONNX Runtime's profiler tells which of them fell back to the CPU."""
+def providers(session: Session, bundle: Bundle, graph: str, feeds: Feeds) -> str:
+    """What ran the graph's nodes: of ONNX Runtime only its profiler tells which of them fell back to the CPU."""
+    described = bundle.manifest.graphs[graph]
     if session.provider == "CPUExecutionProvider":  # nothing to fall back to
+        kernels = described.operators and backends.kernels(bundle)[0]
+        return session.provider + ", kernels" * bool(kernels)
+    if session.provider not in ort.PREFERRED:
         return session.provider
     import onnxruntime
 
     with tempfile.TemporaryDirectory() as folder:
         options = onnxruntime.SessionOptions()
         options.enable_profiling, options.profile_file_prefix = True, str(Path(folder, "profile"))
-        profiled = onnxruntime.InferenceSession(str(session.path), options, providers=ort.providers())
+        profiled = onnxruntime.InferenceSession(str(bundle.file(described.file)), options, providers=ort.providers())
         profiled.run(None, feeds)
         events = json.loads(Path(profiled.end_profiling()).read_text())
     nodes: dict[str, set[str]] = {}
@@ -180,12 +171,26 @@ def providers(session: ort.OrtSession, feeds: Feeds) -> str:
 
 
 def plan_runner(backend: str, bundle: Bundle, graph: str) -> Any:
-    """A polygraphy runner of the graph's plan."""
-    from polygraphy.backend.common import BytesFromPath
-    from polygraphy.backend.trt import EngineFromBytes, TrtRunner
+    """A polygraphy runner of the graph's plan, which the runtime runs."""
+    from polygraphy.backend.base import BaseRunner
+    from polygraphy.common import TensorMetadata
 
-    plan = next(p for p in bundle.manifest.plans if p.backend == backend and p.graph == graph)
-    return TrtRunner(EngineFromBytes(BytesFromPath(str(bundle.file(plan.file)))), name=backend)
+    session, call = opened(backend, bundle, graph, None)
+
+    class Runner(BaseRunner):
+        def get_input_metadata_impl(self) -> TensorMetadata:
+            metadata = TensorMetadata()
+            for name, (dtype, shape) in session.inputs.items():
+                metadata.add(name, dtype, shape)
+            return metadata
+
+        def infer_impl(self, feed_dict: Feeds) -> Feeds:
+            start = time.perf_counter()
+            outputs = call(feed_dict)
+            self.inference_time = time.perf_counter() - start
+            return outputs
+
+    return Runner(name=backend)
 
 
 def onnx_runner(name: str, path: Path, threads: int | None, optimize: bool, provider: Sequence[str]) -> Any:
@@ -236,22 +241,10 @@ def compare(bundle: Bundle, graph: str, feeds: Feeds, these: list[Any]) -> list[
 
 def available(bundle: Bundle, wanted: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Backends that are measured, and for the others why not."""
-    statuses = [ort.ort_status(), *(trt.status(name, bundle) for name in trt.BACKENDS)]
+    statuses = [backends.status(name, bundle) for name in NAMES]
     usable = [s.name for s in statuses if s.available and s.name in wanted]
     missing = {s.name: s.reason for s in statuses if not s.available}
     missing |= {s.name: "not asked for (--backend)" for s in statuses if s.available and s.name not in wanted}
-    plans = [name for name in usable if name != "ort"]
-    if plans and not polygraphy():
-        missing |= {
-            name: "plans are run by polygraphy, which is not installed: pip install polygraphy" for name in plans
-        }
-    elif len(plans) > 1:
-        missing[plans[0]] = f"polygraphy takes one TensorRT in a process: measure it with --backend {plans[0]}"
-    usable = [name for name in usable if name not in missing]
-    if "trt-rtx" in usable:
-        from polygraphy import config
-
-        config.USE_TENSORRT_RTX = True
     return usable, missing
 
 
@@ -348,8 +341,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     latencies, differences = [], []
     for name in usable:
         for graph, inputs in feeds.items():
-            with loaded(name, bundle, graph, inputs, arguments.threads) as (provider, call):
-                median, p95 = measure(call, inputs, arguments.runs)
+            session, call = opened(name, bundle, graph, arguments.threads)
+            median, p95 = measure(call, inputs, arguments.runs)
+            provider = providers(session, bundle, graph, inputs)
             kind = bundle.manifest.graphs[graph].kind
             latencies.append(Latency(name, provider, graph, kind, median, p95, arguments.runs))
     if polygraphy():

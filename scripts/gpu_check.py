@@ -18,7 +18,6 @@ import installed  # noqa: F401
 import argparse
 import ctypes
 import dataclasses
-import importlib
 import json
 import os
 import platform
@@ -45,15 +44,16 @@ import gpu_timing
 import runtime
 from demo_vlm.data import make_page
 from engines import bundle as bundles
-from engines import ort, trt, trt_plugins
+from engines import cuda, ort, trt
 from engines.bundle import Bundle
 from engines.errors import Parser, UserError, command, one_line, positive
 from engines.plugins import cuda_library, host_library
 from engines.plugins.roofline import Device
-from engines.trt_worker import gpu, make_logger
+from engines.trt_worker import gpu
 from export.kernel_check import AttentionCase, check_attention, check_topk_gather
 from gpu_timing import Timing
 from reporting import check_folder, write
+from runtime import backends
 
 NO_DEVICE = 3  # exit code
 BUNDLE = Path(__file__).resolve().parents[1] / "build" / "demo-vlm"
@@ -64,6 +64,7 @@ MANY = {"cuda": 131_072, "cpu": 5_000}  # tokens of the longest selection
 WINDOW = 128  # as in ROOFLINE.md
 TOOLS = ("memcheck", "racecheck")
 SANITIZED_CASES, SANITIZER_SECONDS, FOUND = 6, 1800, 9  # FOUND: its exit code where it found something
+TOKENS = 40  # of an answer: enough that decoding is captured and the window compacted
 QUESTION = "what is the number in row 1 column 1 ?"
 WIDTH = 160
 STYLES = {"passed": "green", "failed": "red", "skipped": "yellow"}
@@ -114,9 +115,10 @@ class Check:
             self.part("kernels timed", self.time)
             for tool in TOOLS:
                 self.part(tool, partial(self.sanitize, tool))
+            self.part("arrays in GPU memory", self.arrays)
             self.part("bundle: ONNX Runtime", self.onnx_runtime)
             for backend in trt.BACKENDS:
-                self.part(f"bundle: {backend} plans open", partial(self.plans, backend))
+                self.part(f"bundle: {backend} plans", partial(self.plans, backend))
 
     @property
     def built(self) -> Path:
@@ -209,32 +211,41 @@ class Check:
         bundle = self.bundle()
         if ort.providers()[0] == "CPUExecutionProvider":
             raise Skipped("this ONNX Runtime has no CUDA provider: pip install onnxruntime-gpu")
-        answers = [ask(bundle)]
-        if answers[0][0] == "CPUExecutionProvider":
+        answer = ask(bundle, "ort")
+        if answer[0] == "CPUExecutionProvider":
             raise UserError("ONNX Runtime has a CUDA provider and did not use it: it lacks a library that it needs")
-        with patch.object(ort, "PREFERRED", ("CPUExecutionProvider",)):
-            answers.append(ask(bundle))
-        (provider, ours), (_, theirs) = answers
-        if ours != theirs:
-            raise UserError(f"{provider} answers {ours}, the CPU {theirs}")
-        return f"{provider} gives the CPU's {len(ours)} tokens"
+        where = "" if ort.device() else f"; tensors passed through the host: {ort.why_host()}"
+        return like_the_cpu(bundle, answer) + where
 
     def plans(self, backend: str) -> str:
-        """That they open, with the plugins; the runtime does not run plans yet."""
+        """The same question by the plans, with enough tokens that CUDA graphs are captured and the window compacted."""
         bundle = self.bundle()
-        known = trt.status(backend, bundle)
+        known = backends.status(backend, bundle)
         if not known.available:
             raise Skipped(known.reason)
-        tensorrt = importlib.import_module(trt.table(backend).module)
-        logger = make_logger(tensorrt)
-        if hasattr(self.kernels(), "getCreators"):
-            trt_plugins.load(tensorrt, logger, str(self.built))
-        service = tensorrt.Runtime(logger)
-        plans = [plan for plan in bundle.manifest.plans if plan.backend == backend]
-        for plan in plans:
-            if service.deserialize_cuda_engine(bundle.file(plan.file).read_bytes()) is None:
-                raise UserError(f"TensorRT does not open {plan.file}")
-        return f"{len(plans)} plans opened, none run: the runtime does not run plans yet"
+        return like_the_cpu(bundle, ask(bundle, backend))
+
+    def arrays(self) -> str:
+        """Slices and writes of arrays in GPU memory, as a state needs them, against numpy."""
+        if self.device == "cpu":
+            raise Skipped("no GPU")
+        try:
+            gpu = cuda.device()
+        except UserError as error:
+            raise Skipped(str(error)) from error
+        random = np.random.default_rng(self.arguments.seed)
+        for _ in range(self.arguments.cases):
+            heads, window, width = (int(number) for number in random.integers(1, 40, 3))
+            mirror = random.normal(size=(2, heads, window, width)).astype(np.float16)
+            array = gpu.send({"it": mirror})["it"]
+            first, last = sorted(int(number) for number in random.integers(0, window + 1, 2))
+            new = random.normal(size=(2, heads, window, width)).astype(np.float16)
+            array[:, :, first:last] = gpu.send({"it": new})["it"][:, :, first:last]
+            mirror[:, :, first:last] = new[:, :, first:last]
+            array[1, :, 0], mirror[1, :, 0] = 7, 7
+            if not np.array_equal(np.asarray(array), mirror):
+                raise UserError(f"rows {first} to {last} of {list(mirror.shape)} are not as numpy writes them")
+        return f"{self.arguments.cases} windows, byte for byte"
 
 
 def build_for_gpu(out: Path, defines: Sequence[str]) -> str:
@@ -257,11 +268,23 @@ def build_for_gpu(out: Path, defines: Sequence[str]) -> str:
     return f"for {architecture}, the kernels alone, without plugins"
 
 
-def ask(bundle: Bundle) -> tuple[str, list[int]]:
+def ask(bundle: Bundle, backend: str) -> tuple[str, list[int]]:
     """The provider that ran, and the tokens of an answer about a drawn page."""
     page = make_page(np.random.default_rng(0))[0]
-    result = runtime.open(bundle.path, "ort").generate(QUESTION, [page], max_new_tokens=16, ignore_eos=True)
+    result = runtime.open(bundle.path, backend).generate(QUESTION, [page], max_new_tokens=TOKENS, ignore_eos=True)
     return result.stats.provider, result.tokens
+
+
+def like_the_cpu(bundle: Bundle, answer: tuple[str, list[int]]) -> str:
+    """Raises UserError where an answer is not ONNX Runtime's on the CPU; behind its end rounding may differ."""
+    with patch.object(ort, "PREFERRED", ("CPUExecutionProvider",)):
+        _, expected = ask(bundle, "ort")
+    ends = [i for i, token in enumerate(expected) if token in bundle.manifest.model.eos_token_ids]
+    length = ends[0] + 1 if ends else len(expected)
+    provider, tokens = answer
+    if tokens[:length] != expected[:length]:
+        raise UserError(f"{provider} answers {tokens[:length]}, the CPU {expected[:length]}")
+    return f"{provider} gives the CPU's {length} tokens, and went on to {len(tokens)}"
 
 
 def no_device() -> str | None:

@@ -16,7 +16,7 @@ TRT = {"tensorrt", "tensorrt_rtx"}
 
 MAY_IMPORT = {
     "runtime": {"engines", "numpy", "PIL", "tokenizers", "jinja2", "triton_python_backend_utils"},
-    "engines": {"numpy", "onnx", "onnxruntime", *TRT},
+    "engines": {"numpy", "cuda", "onnx", "onnxruntime", *TRT},
     "export": {
         "engines",
         "numpy",
@@ -51,7 +51,7 @@ SERVER, SERVE = ROOT / "runtime" / "server", {"fastapi", "starlette", "pydantic"
 TOP = ROOT / "export" / "build.py"  # the user's entry may import everything but the runtime
 LAZY = {
     "calibration": {"easy_vqa", "jinja2", "matplotlib", "tomli_w"},
-    "engines": {"onnx", "onnxruntime", *TRT},
+    "engines": {"cuda", "onnx", "onnxruntime", *TRT},
     "runtime": {"PIL", "tokenizers", "jinja2"},
 }
 

@@ -74,7 +74,7 @@ def cuda(architectures: Sequence[str] = cuda_library.ARCHITECTURES) -> Stored:
         cuda_library.build(out, architectures)
         return [*architectures]
 
-    return _compiled(cuda_library.NAME, _key([*cuda_library.sources(), CUDA_BUILD], architectures), build)
+    return _compiled(cuda_library.NAME, _cuda_key(architectures), build)
 
 
 def _compiled(name: str, key: str, build: Callable[[Path], list[str]]) -> Stored:
@@ -83,6 +83,10 @@ def _compiled(name: str, key: str, build: Callable[[Path], list[str]]) -> Stored
 
 def _cpu_key() -> str:
     return _key([*cpu_library.sources(), CPU_BUILD], ())
+
+
+def _cuda_key(architectures: Sequence[str]) -> str:
+    return _key([*cuda_library.sources(), CUDA_BUILD], architectures)
 
 
 def _key(sources: Sequence[Path], options: Sequence[str]) -> str:
@@ -145,6 +149,28 @@ def for_onnxruntime(bundle: Bundle) -> tuple[Path | None, str]:
     if trusted := _find(shipped.file, bundle.manifest.files[shipped.file].sha256):
         return trusted.path, "the bundle's kernels, trusted here"
     return None, f"the bundle's kernels are not trusted yet: python -m engines.plugins trust {bundle.path}, or {build}"
+
+
+def for_tensorrt(bundle: Bundle, capability: str) -> Path:
+    """The plugins of a bundle's plans: the bundle's own where they are trusted, or what was compiled here.
+
+    Args:
+        capability: of the GPU, for example `sm_87`.
+
+    Raises:
+        UserError: there are none for it, and where to get them.
+    """
+    shipped = {library.file: library for library in bundle.manifest.libraries}.get(cuda_library.NAME)
+    found = _find(shipped.file, bundle.manifest.files[shipped.file].sha256) if shipped else None
+    for architectures in ([capability], cuda_library.ARCHITECTURES):
+        if found is None:
+            found = _find(cuda_library.NAME, _cuda_key(architectures))
+    if found is not None and capability in found.architectures:
+        return found.path
+    build = f"compile them with  python -m engines.plugins build --arch {capability.removeprefix('sm_')}"
+    if shipped and shipped.platform == platform() and capability in shipped.architectures:
+        build = f"trust the bundle's with  python -m engines.plugins trust {bundle.path}  or {build}"
+    raise UserError(f"its plans need the operators' plugins for {capability}, which are not here: {build}")
 
 
 def trust(bundle: Bundle) -> list[Path]:

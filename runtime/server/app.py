@@ -61,7 +61,11 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
     @app.get("/healthz")
     def health() -> JSONResponse:
         state = "shutting down" if worker.closing else "ok"
-        return JSONResponse({"status": state, "model": levels.name}, 503 if worker.closing else 200)
+        backend = levels.opened[
+            levels.default
+        ].backend  # why it is that one holds paths, and is nobody's without a token
+        told = {"status": state, "model": levels.name, "backend": backend}
+        return JSONResponse(told, 503 if worker.closing else 200)
 
     @app.get("/metrics")
     def told() -> Response:

@@ -28,7 +28,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
     parser.add_argument("--level", help="level of the model NAME (default: the bundle's); NAME:LEVEL is any other")
-    parser.add_argument("--backend", default="auto", help="auto, ort, trt-rtx or trt (default: auto)")
+    parser.add_argument("--backend", default="auto", help="auto, ort, trt-rtx or trt (default: auto, and it "
+                        "says which and why)")  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the backend's choice)")
     parser.add_argument("--no-kernels", action="store_true", help="run the graphs without compiled kernels")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"holds the token (default: ${TOKEN}, or none)")
@@ -89,7 +90,9 @@ def run(arguments: argparse.Namespace) -> None:
         if not token and not ipaddress.ip_address(address).is_loopback:
             print(f"warning: whoever reaches {shown} can use this server: set {TOKEN}", file=sys.stderr)
         print(
-            f"{levels.name} at http://{shown}:{port}/  (models {', '.join(levels.models)}; Ctrl-C ends it)", flush=True
+            f"{levels.name} at http://{shown}:{port}/  (models {', '.join(levels.models)}; Ctrl-C ends it; backend "
+            f"{first.backend}: {first.why})",
+            flush=True,
         )
         serve(levels, limits, token, listening, arguments.grace)
 

@@ -333,6 +333,7 @@ def test_status_tells_what_is_in_the_way(stand_in: Path, bundle: Bundle, monkeyp
 
     monkeypatch.setattr(trt, "gpu", lambda: None)
     assert trt.status("trt", bundle).reason.startswith("no NVIDIA GPU here")
+    monkeypatch.setattr(trt, "gpu", lambda: "sm_87")
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     assert "JetPack" in trt.status("trt", bundle).reason
 

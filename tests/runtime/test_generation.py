@@ -296,7 +296,7 @@ def test_log_probabilities_for_people(bundle_path: Path, capsys: pytest.CaptureF
     words = out.split()
     assert words
     lines = err.splitlines()
-    assert len(lines) == len(words) + 1
+    assert len(lines) == len(words) + 2  # which backend and why, and the statistics
     for word, line in zip(words, lines, strict=False):
         assert line.startswith(f"'{word}' -")
 

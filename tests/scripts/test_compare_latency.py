@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -13,9 +12,8 @@ import pytest
 import compare_latency
 import runtime
 from engines import bundle as bundles
-from engines import trt
-from engines.backend import Status
 from engines.ort import OrtSession
+from tests.engines import cuda_standin
 from tests.runtime import toy
 
 pytest.importorskip("polygraphy", reason="polygraphy is not installed: pip install polygraphy")
@@ -60,7 +58,7 @@ def test_every_graph_is_timed_and_compared(
     assert [p.name for p in tmp_path.iterdir()] == ["latency.json"]
 
     assert printed.err == ""
-    for text in (*graphs, f"{state:,} bytes", "not another backend", "not measured: trt: ", "JetPack"):
+    for text in (*graphs, f"{state:,} bytes", "not another backend", "not measured: trt: no NVIDIA GPU here"):
         assert text in printed.out
     assert "never compacts" not in printed.out
 
@@ -110,54 +108,42 @@ def test_an_output_that_differs_is_named(bundle: bundles.Bundle, tmp_path: Path)
     assert difference.difference == pytest.approx(expected, rel=1e-3)
 
 
-def available(names: set[str]) -> Any:
-    return lambda name, bundle: Status(name, name in names, "as the test wants it")
+@pytest.fixture
+def planned(bundle: bundles.Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bundles.Bundle:
+    """The bundle with plans, and a stand-in for TensorRT on a GPU."""
+    cuda_standin.with_tensorrt(monkeypatch)
+    return bundles.read(cuda_standin.with_plans(bundle.path, tmp_path / "planned"))
 
 
-def test_a_backend_with_plans_is_timed_and_compared_too(
-    bundle: bundles.Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def plan_runner(backend: str, bundle: bundles.Bundle, graph: str) -> Any:
-        return compare_latency.onnx_runner(backend, bundle.file(f"{graph}.onnx"), 1, True, ["CPUExecutionProvider"])
-
-    monkeypatch.setattr(trt, "status", available({"trt"}))
-    monkeypatch.setattr(compare_latency, "plan_runner", plan_runner)
-    assert run(bundle, "--json", str(tmp_path / "latency.json")) == 0
+def test_a_backend_with_plans_is_timed_and_compared_too(planned: bundles.Bundle, tmp_path: Path) -> None:
+    assert run(planned, "--json", str(tmp_path / "latency.json")) == 0
     values = json.loads((tmp_path / "latency.json").read_text())
     rows = [(row["backend"], row["provider"], row["kind"]) for row in values["latency_ms"]]
-    assert rows[len(rows) // 2 :] == [("trt", "TensorRT", kind) for kind in ("vision", "prefill", "decode")]
+    assert rows[len(rows) // 2 :] == [
+        ("trt", "TensorRT 10.3.0", "vision"),
+        ("trt", "TensorRT 10.3.0", "prefill"),
+        ("trt", "TensorRT 10.3.0, CUDA graph", "decode"),
+    ]
     assert {row["second"] for row in values["differences"]} == {"ort CPU -O0", "trt"}
-    assert values["not_measured"] == {"trt-rtx": "as the test wants it"}
+    assert all(row["agree"] for row in values["differences"])
+    assert [*values["not_measured"]] == ["trt-rtx"]
 
 
 def test_a_plan_that_does_not_load_is_one_line(
-    bundle: bundles.Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    planned: bundles.Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from polygraphy.backend.onnxrt import OnnxrtRunner
-    from polygraphy.exception import PolygraphyException
-
-    def deserialize() -> None:
-        raise PolygraphyException("Could not deserialize engine.")
-
-    monkeypatch.setattr(trt, "status", available({"trt"}))
-    monkeypatch.setattr(compare_latency, "plan_runner", lambda *_: OnnxrtRunner(deserialize))
-    assert run(bundle, "--backend", "trt") == 2
-    message = "error: trt cannot run its plan of vision_loose: Could not deserialize engine. (leave it out with"
-    assert message in capsys.readouterr().err
+    monkeypatch.setattr(cuda_standin, "PLAN", "another format of ")
+    assert run(planned, "--backend", "trt") == 2
+    err = capsys.readouterr().err
+    assert "vision_loose.trt.plan: TensorRT does not load this plan: magicTag" in err
+    assert err.rstrip().splitlines()[-1].endswith("--backend trt")
 
 
-def test_what_is_measured_and_why_the_rest_is_not(bundle: bundles.Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trt, "status", available({"trt", "trt-rtx"}))
-    usable, missing = compare_latency.available(bundle, ["ort", "trt"])
-    assert usable == ["ort", "trt"]
-    assert missing == {"trt-rtx": "not asked for (--backend)"}
-    usable, missing = compare_latency.available(bundle, compare_latency.NAMES)
-    assert usable == ["ort", "trt"]
-    assert missing["trt-rtx"] == "polygraphy takes one TensorRT in a process: measure it with --backend trt-rtx"
-    monkeypatch.setattr(compare_latency, "polygraphy", lambda: False)
-    usable, missing = compare_latency.available(bundle, compare_latency.NAMES)
-    assert usable == ["ort"]
-    assert "pip install polygraphy" in missing["trt"]
+def test_what_is_measured_and_why_the_rest_is_not(planned: bundles.Bundle) -> None:
+    usable, missing = compare_latency.available(planned, ["trt"])
+    assert usable == ["trt"]
+    assert missing["ort"] == "not asked for (--backend)"
+    assert missing["trt-rtx"].startswith("the bundle has no plans for trt-rtx: rebuild with")
 
 
 def test_without_polygraphy_it_still_measures(
@@ -174,7 +160,7 @@ def test_the_provider_is_asked_of_the_profiler_when_nodes_could_fall_back(bundle
     feeds = asked(bundle)["decode_tight_40"]
     session = OrtSession(bundle.file("decode_tight_40.onnx"), 1)
     session.provider = "CUDAExecutionProvider"  # what ONNX Runtime would promise
-    name, _, count = compare_latency.providers(session, feeds).partition(" (")
+    name, _, count = compare_latency.providers(session, bundle, "decode_tight_40", feeds).partition(" (")
     assert name == "CPUExecutionProvider"  # and what it did
     assert int(count.removesuffix(" nodes)")) > 10
 

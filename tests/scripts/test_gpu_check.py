@@ -18,13 +18,12 @@ import gpu_check
 import gpu_timing
 from engines import bundle as bundles
 from engines import trt
-from engines.backend import Status
-from engines.bundle import Plan
 from engines.errors import UserError
 from engines.plugins import cuda_library, host_library
 from engines.plugins.abi import Rows
 from engines.plugins.roofline import Device
 from export.kernel_check import AttentionCase
+from tests.engines import cuda_standin
 from tests.runtime import toy
 
 BENCH = gpu_timing.Bench("cpu", Device("slow memory", 1e6, 1000, 1e12, "made up"), runs=2)
@@ -78,8 +77,8 @@ def test_the_host_build_passes_and_no_part_that_did_not_run_does(
     passed = {name for name, part in parts.items() if part["state"] == "passed"}
     assert passed == {"kernels build", "QuantKVAttention, seed 0", "TopKGather, seed 0"}
     skipped = {name for name, part in parts.items() if part["state"] == "skipped"}
-    plans = {f"bundle: {backend} plans open" for backend in trt.BACKENDS}
-    assert skipped == {"kernels timed", "memcheck", "racecheck", "bundle: ONNX Runtime", *plans}
+    plans = {f"bundle: {backend} plans" for backend in trt.BACKENDS}
+    assert skipped == {"kernels timed", "memcheck", "racecheck", "arrays in GPU memory", "bundle: ONNX Runtime", *plans}
     assert all(part["detail"] for part in parts.values())
     assert values["device"] == "none: the kernels ran as host code"
     assert (values["timings"], values["gpu"], values["seed"]) == ([], None, 0)
@@ -255,7 +254,14 @@ CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
     ("providers", "answers", "state", "told"),
     [
         ([CPU], [], "skipped", "no CUDA provider"),
-        ([CUDA, CPU], [(CUDA, [3, 4]), (CPU, [3, 4])], "passed", "CUDAExecutionProvider gives the CPU's 2 tokens"),
+        (
+            [CUDA, CPU],
+            [(CUDA, [3, 4]), (CPU, [3, 4])],
+            "passed",
+            "CUDAExecutionProvider gives the CPU's 2 tokens, and ",
+        ),
+        # What comes behind the end token is not compared.
+        ([CUDA, CPU], [(CUDA, [3, 2, 5]), (CPU, [3, 2, 4])], "passed", "the CPU's 2 tokens, and went on to 3"),
         ([CUDA, CPU], [(CUDA, [3, 5]), (CPU, [3, 4])], "failed", "answers [3, 5], the CPU [3, 4]"),
         ([CUDA, CPU], [(CPU, [3, 4])], "failed", "did not use it"),
     ],
@@ -271,45 +277,49 @@ def test_a_bundle_answers_alike_on_the_gpu(
 ) -> None:
     monkeypatch.setattr(gpu_check.ort, "providers", lambda: providers)
     following = iter(answers)
-    monkeypatch.setattr(gpu_check, "ask", lambda bundle: next(following))
+    monkeypatch.setattr(gpu_check, "ask", lambda bundle, backend: next(following))
+    monkeypatch.setattr(gpu_check.ort, "device", object)
     result = outcome(on_gpu(tmp_path, "--bundle", str(bundle.path)), "onnx_runtime")
     assert result[0] == state
     assert told in result[1]
 
 
 def test_the_question_is_asked_of_the_bundle(bundle: bundles.Bundle) -> None:
-    provider, tokens = gpu_check.ask(bundle)
+    provider, tokens = gpu_check.ask(bundle, "ort")
     assert provider.endswith("ExecutionProvider")
     assert tokens
 
 
-@pytest.mark.parametrize(
-    ("opened", "state", "told"),
-    [(object(), "passed", "1 plans opened, none run"), (None, "failed", "does not open some.plan")],
-)
-def test_plans_are_opened(
-    bundle: bundles.Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: object, state: str, told: str
-) -> None:
-    class Runtime:
-        def __init__(self, logger: object) -> None: ...
-
-        def deserialize_cuda_engine(self, plan: bytes) -> object:
-            assert plan == b"plan"
-            return opened
-
-    (tmp_path / "some.plan").write_bytes(b"plan")
-    plan = Plan("decode", "some.plan", "trt", "10.3", ["sm_87"])
-    one = types.SimpleNamespace(
-        path=tmp_path, file=lambda name: tmp_path / name, manifest=types.SimpleNamespace(plans=[plan])
+def test_plans_are_run(bundle: bundles.Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with TensorRT and a GPU, for which there is a stand-in."""
+    cuda_standin.with_tensorrt(monkeypatch)
+    planned = cuda_standin.with_plans(bundle.path, tmp_path / "planned")
+    state, told = outcome(on_gpu(tmp_path, "--bundle", str(planned)), "plans", "trt")
+    assert state == "passed"
+    assert told.startswith("TensorRT 10.3.0, CUDA graph gives the CPU's ")
+    monkeypatch.setattr(gpu_check, "ask", lambda bundle, backend: (backend, [3 if backend == "ort" else 4]))
+    assert outcome(on_gpu(tmp_path, "--bundle", str(planned)), "plans", "trt") == (
+        "failed",
+        "trt answers [4], the CPU [3]",
     )
-    monkeypatch.setattr(trt, "status", lambda backend, bundle: Status(backend, True, "as the test wants it"))
-    monkeypatch.setattr(gpu_check, "make_logger", lambda tensorrt: None)
-    monkeypatch.setattr(gpu_check.importlib, "import_module", lambda name: types.SimpleNamespace(Runtime=Runtime))
+
+
+def test_arrays_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = on_gpu(tmp_path)
-    monkeypatch.setattr(check, "bundle", lambda: one)
-    result = outcome(check, "plans", "trt")
-    assert result[0] == state
-    assert told in result[1]
+    assert outcome(check, "arrays")[0] == "skipped"
+    standin = cuda_standin.machine(monkeypatch)
+    assert outcome(check, "arrays")[0] == "passed"
+    copy = standin.cudaMemcpy2DAsync
+
+    def wrong(dst: int, *rest: Any) -> Any:
+        to, *others = rest
+        others[3] = max(others[3] - 1, 1)  # a row less
+        return copy(dst, to, *others)
+
+    monkeypatch.setattr(standin, "cudaMemcpy2DAsync", wrong)
+    state, told = outcome(check, "arrays")
+    assert state == "failed"
+    assert "are not as numpy writes them" in told
 
 
 def test_plans_that_cannot_run_here_are_skipped(bundle: bundles.Bundle, tmp_path: Path) -> None:

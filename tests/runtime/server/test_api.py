@@ -235,3 +235,8 @@ def test_an_alarm_asks_a_lighter_level(bundle_path: Path, stream: bool) -> None:
     assert second[0] == "loose"
     assert told[0]["alarms"][0]["sign"] == "entropy"
     assert told[1]["reason"].startswith("lighter than tight after an alarm")
+
+
+def test_health_tells_the_backend(served: Served) -> None:
+    status, _, told = served.ask("GET", "/healthz")
+    assert (status, told) == (200, {"status": "ok", "model": "bundle", "backend": "ort"})

@@ -54,6 +54,8 @@ def test_it_serves_until_it_is_told_to_end(bundle_path: Path, tmp_path: Path) ->
     with running(bundle_path, "--level", "tight", "--token-file", token) as (process, port, told):
         assert told.startswith("bundle at http://127.0.0.1:")
         assert "models bundle, bundle:loose, bundle:tight" in told
+        assert "backend ort: onnxruntime " in told
+        assert "not trt nor trt-rtx: no NVIDIA GPU here" in told
         assert ask(port, "/v1/models")[0] == 401
         right = {"Authorization": "Bearer secret"}
         status, text = ask(port, "/v1/chat/completions", question("what is it", max_tokens=3), **right)
