@@ -8,7 +8,7 @@ set -euo pipefail
 
 root=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 cd -- "$root"
-bash scripts/environment.sh export,serve,trt-rtx,scripts,dev
+bash scripts/environment.sh export,serve,ray,trt-rtx,scripts,dev
 python=$root/.venv/bin/python
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # two test processes share the cores

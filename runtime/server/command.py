@@ -9,8 +9,13 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engines.errors import UserError, one_line, positive
+
+if TYPE_CHECKING:
+    from runtime.server.app import Limits
+    from runtime.server.levels import Levels
 
 PACKAGES = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
 TOKEN = "UNICACHE_TOKEN"
@@ -24,6 +29,11 @@ def add(commands: argparse._SubParsersAction) -> None:
         epilog=f"A bearer token, in the environment variable {TOKEN} or in --token-file, must come with every request.",
     )
     parser.set_defaults(run=run)
+    options(parser)
+
+
+def options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """What a server takes, on one machine or many."""
     parser.add_argument("bundle", help="folder that export/build.py wrote; its name is the model's")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
@@ -65,26 +75,11 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Serve until SIGTERM or Ctrl-C; accepted requests are answered first."""
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise UserError(f"serve needs {', '.join(missing)}: in this package's folder, type pip install '.[serve]'")
-    from runtime.model import VLM
-    from runtime.monitor import Watch
-    from runtime.server.app import Limits
-    from runtime.server.levels import Levels
+    levels, limits = prepared(arguments)
     from runtime.server.serve import serve
 
-    limits = Limits(
-        queue=arguments.queue,
-        body_bytes=arguments.max_body << 20,
-        body_seconds=arguments.body_seconds,
-        pixels=arguments.max_pixels * 10**6,
-        tokens=arguments.max_tokens,
-    )
-    token = _token(arguments.token_file)
-    watch, kernels = Watch(on_alarm=arguments.on_alarm, blindness=arguments.blindness), not arguments.no_kernels
-    first = VLM.open(arguments.bundle, arguments.backend, arguments.level, arguments.threads, kernels)
-    levels = Levels(first, kernels, watch)
-    with _listen(arguments.host, arguments.port) as listening:
+    token, first = token_of(arguments), levels.opened[levels.default]
+    with listen(arguments.host, arguments.port) as listening:
         address, port = listening.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         if not token and not ipaddress.ip_address(address).is_loopback:
@@ -97,9 +92,30 @@ def run(arguments: argparse.Namespace) -> None:
         serve(levels, limits, token, listening, arguments.grace)
 
 
-def _token(file: Path | None) -> str:
+def prepared(arguments: argparse.Namespace) -> tuple[Levels, Limits]:
+    """The opened bundle, and what the server takes."""
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise UserError(f"serve needs {', '.join(missing)}: in this package's folder, type pip install '.[serve]'")
+    from runtime.model import VLM
+    from runtime.monitor import Watch
+    from runtime.server.app import Limits
+    from runtime.server.levels import Levels
+
+    limits = Limits(
+        queue=arguments.queue,
+        body_bytes=arguments.max_body << 20,
+        body_seconds=arguments.body_seconds,
+        pixels=arguments.max_pixels * 10**6,
+        tokens=arguments.max_tokens,
+    )
+    watch, kernels = Watch(on_alarm=arguments.on_alarm, blindness=arguments.blindness), not arguments.no_kernels
+    first = VLM.open(arguments.bundle, arguments.backend, arguments.level, arguments.threads, kernels)
+    return Levels(first, kernels, watch), limits
+
+
+def token_of(arguments: argparse.Namespace) -> str:
     """The bearer token, "" if there is none; not an argument, since everybody can read those of a process."""
-    if file is None:
+    if (file := arguments.token_file) is None:
         return os.environ.get(TOKEN, "").strip()
     try:
         token = file.read_text(encoding="utf-8").strip()
@@ -110,7 +126,7 @@ def _token(file: Path | None) -> str:
     return token
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     try:
         if port not in range(2**16):  # else its last 16 bits would be taken
             raise ValueError("ports are 0 to 65535")

@@ -20,7 +20,7 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from runtime.model import VLM
 from runtime.server.app import create
-from runtime.server.command import _listen
+from runtime.server.command import listen
 from runtime.server.levels import Levels
 from runtime.server.protocol import Limits
 from runtime.server.serve import Server
@@ -55,7 +55,7 @@ class Served:
 def serving(levels: Levels, token: str = "", local: bool = True, **limits: Any) -> Iterator[Served]:
     app = create(levels, Limits(**limits), token, local)
     server = Server(app)
-    with _listen("127.0.0.1", 0) as listening:
+    with listen("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
