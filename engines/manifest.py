@@ -287,24 +287,13 @@ class Manifest:
         """Requests that its graphs decode at once, at most."""
         return max(bucket.batch for level in self.levels.values() for bucket in level.buckets)
 
+    def state_bytes(self, bucket: Bucket) -> int:
+        """Of a request's KV state."""
+        return sum(spec.nbytes for spec in self.graphs[bucket.prefill].outputs if spec.name != "logits")
+
     def batch_bytes(self, bucket: Bucket) -> int:
         """What the runtime allocates for a batch of the bucket; with `batch` 1, for one request."""
-        state = (spec.nbytes for spec in self.graphs[bucket.prefill].outputs if spec.name != "logits")
-        return bucket.batch * sum(state)
-
-    def lighter(self, name: str) -> str | None:
-        """The level that keeps the next more bytes of its longest prompt; None if none keeps more.
-
-        Levels that only take another's place, while the question is not known, are none to go to.
-        """
-        sizes = {
-            known: max(sum(spec.nbytes for spec in self.graphs[b.prefill].outputs) for b in level.buckets)
-            for known, level in self.levels.items()
-        }
-        special = {level.unknown for level in self.levels.values()}
-        return min(
-            (n for n in sizes if sizes[n] > sizes[name] and n not in special), key=sizes.__getitem__, default=None
-        )
+        return bucket.batch * self.state_bytes(bucket)
 
     def check(self) -> None:
         """Every name must lead somewhere, and every file that is opened must have its hash.

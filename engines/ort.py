@@ -84,7 +84,12 @@ class OrtSession:
     """
 
     def __init__(
-        self, path: Path | str, threads: int | None = None, library: Path | None = None, stream: int | None = None
+        self,
+        path: Path | str,
+        threads: int | None = None,
+        library: Path | None = None,
+        stream: int | None = None,
+        arena: bool = True,
     ) -> None:
         """Load a graph; its external data is memory-mapped from the same folder.
 
@@ -93,6 +98,7 @@ class OrtSession:
             threads: threads inside an operator; None lets ONNX Runtime take every core.
             library: kernels of our operators (`engines/plugins/cpu_library.py`); without it their bodies run.
             stream: of CUDA, in whose order the graph is to run.
+            arena: keep what a run has allocated for the next one.
 
         Raises:
             UserError: a file is missing, or ONNX Runtime refuses it.
@@ -104,6 +110,7 @@ class OrtSession:
         # Every session has its own threads, and waiting by spinning they take the cores from each other and from the
         # rest of the machine (2 busy cores, demo prefill of 304 tokens: 303 ms spinning, 140 ms not, 143 ms on one).
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = arena
         if threads is not None:
             options.intra_op_num_threads = threads
         if library is not None:
@@ -159,10 +166,12 @@ class OrtCudaSession(CudaSession):
         return binding
 
 
-def load(path: Path, threads: int | None, library: Path | None, wanted: Collection[str]) -> OrtSession | OrtCudaSession:
+def load(
+    path: Path, threads: int | None, library: Path | None, wanted: Collection[str], arena: bool = True
+) -> OrtSession | OrtCudaSession:
     """A graph whose tensors stay on the GPU, but for the outputs `wanted` on the host, where that can be; see above."""
     gpu = device()
-    opened = OrtSession(path, threads, library, gpu.stream if gpu else None)
+    opened = OrtSession(path, threads, library, gpu.stream if gpu else None, arena)
     return OrtCudaSession(opened, gpu, wanted) if gpu and opened.provider == CUDA else opened
 
 

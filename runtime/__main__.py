@@ -81,6 +81,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the backend's choice)")
     parser.add_argument("--no-kernels", action="store_true", help="run the graphs as they are, without kernels")
+    parser.add_argument("--memory-budget", metavar="SIZE", help=server.MEMORY_BUDGET)
 
 
 def _drawn(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -111,7 +112,7 @@ def _opened(arguments: argparse.Namespace) -> VLM:
     import runtime
 
     a = arguments
-    return runtime.open(a.bundle, a.backend, a.level, a.threads, not a.no_kernels)
+    return runtime.open(a.bundle, a.backend, a.level, a.threads, not a.no_kernels, a.memory_budget)
 
 
 def _chat(arguments: argparse.Namespace) -> None:
@@ -158,7 +159,8 @@ def _ask(arguments: argparse.Namespace) -> None:
     if arguments.backend == "auto":
         print(f"backend {vlm.backend}: {vlm.why}", file=sys.stderr)
     print(
-        f"[{stats.level}, {stats.backend} ({stats.provider}{', kernels' * stats.kernels}); "
+        f"[{stats.level}{stats.reason and f' ({stats.reason})'}, "
+        f"{stats.backend} ({stats.provider}{', kernels' * stats.kernels}); "
         f"{stats.prompt_tokens} prompt tokens, {stats.visual_tokens} visual tokens kept; "
         f"KV {stats.kv_bytes / BYTES:.0f} KiB, uncompressed {stats.kv_bytes_uncompressed / BYTES:.0f} KiB; "
         f"{stats.generated_tokens} tokens, {sum(stats.seconds.values()):.2f} s, stopped by {stats.stop_reason}"

@@ -94,14 +94,22 @@ def device(name: str) -> Device | None:
     return ort.device() if name == "ort" else cuda.device()
 
 
-def load(bundle: Bundle, graph: str, threads: int | None, library: Path | None = None, backend: str = "ort") -> Session:
+def load(
+    bundle: Bundle,
+    graph: str,
+    threads: int | None,
+    library: Path | None = None,
+    backend: str = "ort",
+    arena: bool = True,
+) -> Session:
     """Load one graph of the bundle, with what `library` found, and compare what it declares with the manifest."""
     described = bundle.manifest.graphs[graph]
     # The rest of what a graph returns is only ever given to another.
     wanted = {spec.name for spec in described.outputs if described.kind == "vision" or spec.name == "logits"}
     session: Session
     if backend == "ort":
-        session = ort.load(bundle.file(described.file), threads, library if described.operators else None, wanted)
+        own = library if described.operators else None
+        session = ort.load(bundle.file(described.file), threads, own, wanted, arena)
     else:
         session = trt_session.load(backend, bundle, graph, wanted, library, captured=described.kind == "decode")
     for specs, declared in ((described.inputs, session.inputs), (described.outputs, session.outputs)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,16 +10,14 @@ import numpy as np
 from engines.gate import Gate
 from engines.manifest import Level
 from engines.visual_counts import visual_counts
-
-MIB = 2**20
+from runtime.memory import MIB, Memory, resident
 
 
 def memory_pressure(budget_mib: int) -> float:
     """Memory in use / budget: of this process, or of the whole machine if there is no budget (Linux; elsewhere 0)."""
     try:
         if budget_mib:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            return pages * os.sysconf("SC_PAGE_SIZE") / (budget_mib * MIB)
+            return resident() / (budget_mib * MIB)
         rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         known = {row[0]: int(row[1]) for row in rows}
         return 1 - known["MemAvailable:"] / known["MemTotal:"]
@@ -35,12 +32,13 @@ class VisualGate:
         heavy: whether memory pressure was over the gate's `high` and has not been under its `low` since.
     """
 
-    def __init__(self, level: Level, image_tokens: int) -> None:
+    def __init__(self, level: Level, image_tokens: int, memory: Memory | None = None) -> None:
         """
         Args:
             image_tokens: N, of an image before any is dropped.
+            memory: whose budget counts where the level names none.
         """
-        self._level, self._tokens, self.heavy = level, image_tokens, False
+        self._level, self._tokens, self._memory, self.heavy = level, image_tokens, memory, False
 
     def counts(self, seen: Sequence[dict[str, np.ndarray]], text: int) -> list[int]:
         """Tokens of each image.
@@ -63,6 +61,7 @@ class VisualGate:
 
     def _pressure(self, gate: Gate) -> float:
         """Pressure now, and while `heavy` at least `high`."""
-        now = memory_pressure(gate.budget_mib)
+        own = self._memory if not gate.budget_mib else None
+        now = own.in_use() / own.budget if own else memory_pressure(gate.budget_mib)
         self.heavy = now > gate.high or (self.heavy and now >= gate.low)
         return max(now, gate.high) if self.heavy else now

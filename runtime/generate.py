@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engines.errors import UserError
 from runtime.monitor import Alarm, Watcher
-from runtime.sampling import Logprob, Sampler, Sampling, logprob
+from runtime.sampling import Logprob, Sampler, Sampling, check_number, logprob
 from runtime.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
+    from runtime.memory import Reservation
     from runtime.model import VLM
+    from runtime.preprocess import ImageSource
     from runtime.state import Context
 
+MAX_NEW_TOKENS = 64
 FINISHED = {"end": "stop", "stop_string": "stop", "cancelled": "cancelled"}  # every other reason is a limit of length
 
 
@@ -30,7 +34,8 @@ class Stats:
     Attributes:
         kernels: whether compiled kernels ran the operators, in place of the graphs' function bodies.
         level: that ran; where the question came later, the one that the opened level names for that; after an alarm of
-            the monitor perhaps a lighter one.
+            the monitor perhaps a lighter one, under a memory budget perhaps a heavier one.
+        reason: why it is that one, if the memory budget decided.
         prompt_tokens: P, before visual tokens were pruned.
         visual_tokens: kept, of all images together; of each one in `visual_tokens_by_image`.
         patches: of each image, and of each of its tokens in reading order, the share of all layers' KV heads that hold
@@ -51,6 +56,7 @@ class Stats:
 
     level: str
     backend: str
+    reason: str = ""
     provider: str = ""
     kernels: bool = False
     prompt_tokens: int = 0
@@ -110,6 +116,7 @@ class Request:
         context: what it read in the session before; None: nothing.
         start: position of the first of `ids`.
         room: tokens to leave room for; a prompt of less takes no shorter bucket.
+        reserved: what it takes of the memory budget, if there is one.
     """
 
     ids: list[int]
@@ -125,7 +132,13 @@ class Request:
     context: Context | None = None
     start: int = 0
     room: int = 0
+    reserved: Reservation | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def release(self) -> None:
+        """Give back what is reserved for it."""
+        if self.reserved:
+            self.reserved.release()
 
 
 class TextStream:
@@ -158,6 +171,7 @@ class TextStream:
         except ValueError:  # the generator is running
             self.cancel()
             return
+        self._request.release()  # perhaps nobody has begun to read it
         self.answer.stats.stop_reason = self.answer.stats.stop_reason or "cancelled"
 
     @property
@@ -181,6 +195,7 @@ def _generate(vlm: VLM, request: Request, answer: Result) -> Generator[str]:
             watchers.append(Watcher(monitor.watch))
             yield from _attempt(vlm, request, answer, watchers[-1])
     finally:
+        request.release()
         monitor.answered(watchers, request.lightened, vlm.lighter(request) is not None)
         stats.alarms = [alarm for watcher in watchers for alarm in watcher.alarms]
         stats.entropy = watchers[-1].entropy / max(watchers[-1].tokens, 1)
@@ -197,7 +212,8 @@ def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Ge
     def lighter() -> Request | None:
         """Where an alarm leads."""
         allowed = watch.on_alarm == "retry" and not stats.retries and (request.on_restart or not answer.text)
-        return vlm.lighter(request) if allowed else None
+        again = vlm.lighter(request) if allowed else None
+        return vlm.admission.moved(again) if vlm.admission and again else again
 
     text, stops = Detokenizer(vlm.tokenizer), StopStrings(sampling.stop)
     sampler, ends = Sampler(sampling, request.ids), () if request.ignore_eos else vlm.model.eos_token_ids
@@ -242,3 +258,12 @@ def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Ge
         stats.generated_tokens = len(answer.tokens)
         stats.kv_bytes, stats.compactions = context.state.nbytes, context.state.compactions
         stats.kv_bytes_uncompressed = vlm.model.kv_bytes(stats.prompt_tokens + stats.generated_tokens)
+
+
+def check_options(images: Sequence[ImageSource], max_new_tokens: int, sampling: Sampling) -> None:
+    """Refuse what no request can be made of."""
+    if not isinstance(sampling, Sampling):
+        raise UserError(f"sampling must be a runtime.sampling.Sampling, got {sampling!r}")
+    check_number("max_new_tokens", max_new_tokens, 1)
+    if isinstance(images, str | bytes | Path) or not isinstance(images, Sequence):
+        raise UserError("images must be a list of images")

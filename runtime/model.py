@@ -8,6 +8,7 @@ All of a request's memory is its `State`; nothing is kept between requests but t
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,12 @@ from engines.cuda import Array
 from engines.errors import UserError
 from engines.preprocessor import ImagePreprocessor
 from engines.tokens import FIRST, TEXT, VISUAL, marked
-from runtime import backends
+from runtime import admit, backends
 from runtime.gate import VisualGate
-from runtime.generate import Request, Result, Stats, TextStream
+from runtime.generate import MAX_NEW_TOKENS, Request, Result, Stats, TextStream, check_options
+from runtime.memory import Memory, parse_size
 from runtime.monitor import Monitor
-from runtime.preprocess import preprocess
+from runtime.preprocess import decoding_bytes, preprocess
 from runtime.prompt import (
     PromptReader,
     Rows,
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from runtime.preprocess import ImageSource
     from runtime.prompt import Prompt
 
-MAX_NEW_TOKENS = 64
 MAX_THREADS = 256  # more is a mistake, and ONNX Runtime would start them all
 
 
@@ -56,6 +57,7 @@ class VLM:
     Attributes:
         backend, why: what runs it, and why that.
         monitor: watches all answers and counts; set another one to change what follows an alarm.
+        admission: keeps the memory budget, if there is one.
     """
 
     def __init__(
@@ -65,7 +67,12 @@ class VLM:
         backend: str = "ort",
         threads: int | None = None,
         kernels: bool = True,
+        memory: Memory | int | None = None,
     ):
+        """
+        Args:
+            memory: budget in bytes, or that of another opened level, to share it.
+        """
         manifest = bundle.manifest
         self.bundle, self.model = bundle, manifest.model
         self.level = manifest.default_level if level is None else level
@@ -77,10 +84,16 @@ class VLM:
         self._table, self._sentence_ends = bundle.embedding(), frozenset(manifest.model.sentence_ends)
         self.prompts = PromptReader(bundle.path, self.model)
         self._preprocessor = ImagePreprocessor.read(bundle.path)
-        self._sessions: dict[str, Session] = {}
-        self._gates = {name: VisualGate(known, self.model.image_tokens) for name, known in manifest.levels.items()}
-        self._ladders = {later: self._ladder(later) for later in (False, True)}
+        self._lines = {later: admit.line(manifest, self.level, later) for later in (False, True)}
         self.monitor = Monitor()
+        if isinstance(memory, int):
+            memory = admit.opened(bundle, memory, backend, threads, self._library)
+        self.memory = memory
+        self.admission = admit.Admission(bundle, memory, self._lines, self.level_for) if memory else None
+        self._sessions: dict[str, Session] = memory.loaded if memory else {}
+        self._loading = memory.loading if memory else threading.Lock()
+        tokens = self.model.image_tokens
+        self._gates = {name: VisualGate(known, tokens, memory) for name, known in manifest.levels.items()}
 
     @classmethod
     def open(
@@ -90,13 +103,17 @@ class VLM:
         level: str | None = None,
         threads: int | None = None,
         kernels: bool = True,
+        memory_budget: str | int | None = None,
     ) -> VLM:
         """See `runtime.open`."""
+        budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+        if budget is not None:
+            check_number("memory_budget", budget, 1)
         if threads is not None:
             check_number("threads", threads, 1, MAX_THREADS)
         bundle = bundles.read(Path(path))
         choice = backends.choose(backend, bundle)
-        vlm = cls(bundle, level, choice.name, threads, kernels)
+        vlm = cls(bundle, level, choice.name, threads, kernels, budget)
         vlm.why = choice.reason
         return vlm
 
@@ -150,14 +167,18 @@ class VLM:
         stats = self.stats(own)
         ids = self.prompts.ids(prompt, len(images))
         self._check_length(ids, self.bundle.manifest.levels[own])
+        request = Request(ids, [], own, max_new_tokens, ignore_eos, question_later, sampling, on_restart)
+        request = self.lighter(request, self.monitor.lighter) or request
+        if self.admission:
+            others = [name for name in self._lines[question_later] if self._at(request, name)]
+            request, stats.reason = self.admission.admit(request, self.decoding(images), others)
         with stats.time("images"):
-            pixels = self.pixels(images)
-        request = Request(ids, pixels, own, max_new_tokens, ignore_eos, question_later, sampling, on_restart)
-        return TextStream(self, self.lighter(request, self.monitor.lighter) or request, stats)
+            request = replace(request, pixels=self.pixels(images))
+        return TextStream(self, request, stats)
 
     def level_for(self, question_later: bool) -> str:
         """The opened level, or what takes its place where the question comes later."""
-        return self._ladders[question_later][0]
+        return (self.bundle.manifest.levels[self.level].unknown if question_later else None) or self.level
 
     def stats(self, level: str) -> Stats:
         """Of a new request."""
@@ -167,32 +188,33 @@ class VLM:
         """As the vision graph takes them."""
         return [preprocess(image, self._preprocessor) for image in images]
 
+    def decoding(self, images: Sequence[ImageSource]) -> int:
+        """Bytes that decoding the images takes at most; one after another."""
+        return max((decoding_bytes(image, self._preprocessor) for image in images), default=0)
+
     def lighter(self, request: Request, steps: int = 1) -> Request | None:
         """The same request up to so many levels lighter; None if none of them takes it, or might end it early."""
         if request.keep:  # a session stays at its level
             return None
-        ladder = self._ladders[request.question_later]
-        above = ladder.index(request.level) + 1
-        for name in reversed(ladder[above : above + steps]):
-            with contextlib.suppress(UserError):
-                level = self.bundle.manifest.levels[name]
-                self._check_length(request.ids, level)
-                asked = self._after_images(request.ids) if request.question_later else []
-                tokens = len(request.ids) + len(request.pixels) * (level.visual_tokens - 1)
-                behind = max(len(asked), tokens - max(bucket.length for bucket in level.buckets))
-                decoded = behind + request.max_new_tokens - 1
-                if all(bucket.compact or decoded <= bucket.window - bucket.recent for bucket in level.buckets):
-                    return replace(request, level=name, lightened=ladder.index(name))
+        line, own = self._lines[request.question_later], self.level_for(request.question_later)
+        above = line.index(request.level) + 1
+        for name in reversed(line[above : above + steps]):
+            if at := self._at(request, name):
+                return replace(at, lightened=line.index(name) - line.index(own))
         return None
 
-    def _ladder(self, question_later: bool) -> list[str]:
-        """Levels from the opened one on, each lighter; where the question comes later, what takes their places."""
-        names: list[str] = []
-        name: str | None = self.level
-        while name is not None:
-            names.append(self.bundle.manifest.levels[name].unknown or name if question_later else name)
-            name = self.bundle.manifest.lighter(name)
-        return list(dict.fromkeys(names))
+    def _at(self, request: Request, name: str) -> Request | None:
+        """The request at another level; None if that does not take it, or might end it early."""
+        with contextlib.suppress(UserError):
+            level = self.bundle.manifest.levels[name]
+            self._check_length(request.ids, level)
+            asked = self._after_images(request.ids) if request.question_later else []
+            tokens = len(request.ids) + request.ids.count(self.model.image_token_id) * (level.visual_tokens - 1)
+            behind = max(len(asked), tokens - max(bucket.length for bucket in level.buckets))
+            decoded = behind + request.max_new_tokens - 1
+            if all(bucket.compact or decoded <= bucket.window - bucket.recent for bucket in level.buckets):
+                return replace(request, level=name)
+        return None
 
     def _check_length(self, ids: list[int], level: Level) -> None:
         """Refuse a prompt that is too long for the level."""
@@ -363,15 +385,11 @@ class VLM:
 
     def _session(self, graph: str, stats: Stats) -> Session:
         if graph not in self._sessions:
-            with stats.time("load"):
-                self._sessions[graph] = backends.load(self.bundle, graph, self.threads, self._library, self.backend)
+            with self._loading, stats.time("load"):
+                if graph not in self._sessions:  # no other thread was quicker
+                    # A budget needs what a run has allocated given back; ONNX Runtime's arena would keep it.
+                    options = self.threads, self._library, self.backend, self.memory is None
+                    self._sessions[graph] = backends.load(self.bundle, graph, *options)
+        if self.memory:
+            self.memory.use(graph)
         return self._sessions[graph]
-
-
-def check_options(images: Sequence[ImageSource], max_new_tokens: int, sampling: Sampling) -> None:
-    """Refuse what no request can be made of."""
-    if not isinstance(sampling, Sampling):
-        raise UserError(f"sampling must be a runtime.sampling.Sampling, got {sampling!r}")
-    check_number("max_new_tokens", max_new_tokens, 1)
-    if isinstance(images, str | bytes | Path) or not isinstance(images, Sequence):
-        raise UserError("images must be a list of images")

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     ImageSource = str | Path | bytes | PILImage | np.ndarray
 
 MAX_FILE_BYTES = 256 * 2**20
+# Bytes a pixel that decoding takes at most: Pillow's copies and its decoders' own (22 kinds of files: 13 to 35); an
+# array with an alpha channel is composited in float64 (65).
+DECODING, COMPOSITING = 40, 72
 # Only plain decoders: Pillow would hand an EPS file to an external program.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF", "TGA", "ICO")
 
@@ -53,7 +56,33 @@ def load_rgb(source: ImageSource) -> np.ndarray:
     raise UserError(f"image must be a path, bytes, a PIL image or an array, got {type(source).__name__}")
 
 
+def decoding_bytes(source: ImageSource, settings: ImagePreprocessor) -> int:
+    """What `preprocess` takes at most beside what it returns; by the image's header, nothing is decoded.
+
+    Raises:
+        UserError: what `load_rgb` raises, as far as the header tells it.
+    """
+    from PIL import Image
+
+    each = DECODING
+    if isinstance(source, np.ndarray):
+        height, width = _checked_array(source).shape[:2]
+        each = COMPOSITING
+    elif isinstance(source, Image.Image):
+        width, height = source.size
+    else:
+        file = BytesIO(source) if isinstance(source, bytes) else _checked(Path(source))
+        with opened(file, "the image" if isinstance(source, bytes) else str(source)) as image:
+            width, height = image.size
+    new_height, new_width = _resized(height, width, settings.resize) if settings.resize else (0, 0)
+    return each * height * width + DECODING * new_height * new_width
+
+
 def _file_rgb(path: Path) -> np.ndarray:
+    return _decoded(_checked(path), str(path))
+
+
+def _checked(path: Path) -> Path:
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -64,7 +93,7 @@ def _file_rgb(path: Path) -> np.ndarray:
         raise UserError(f"{path}: not a file")
     if status.st_size > MAX_FILE_BYTES:
         raise UserError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB: shrink the image")
-    return _decoded(path, str(path))
+    return path
 
 
 @contextmanager
@@ -116,19 +145,24 @@ def _composited(image: PILImage) -> np.ndarray:
 
 
 def _array_rgb(array: np.ndarray) -> np.ndarray:
-    if array.dtype != np.uint8:
-        raise UserError(f"image array must be uint8 (0 to 255), got {array.dtype}")
-    if array.ndim == 2:
-        array = array[..., None]
-    if array.ndim != 3 or array.shape[-1] not in (1, 3, 4):
-        raise UserError(f"image array must be [H, W], [H, W, 1], [H, W, 3] or [H, W, 4], got {list(array.shape)}")
-    _not_empty(array)
+    array = _checked_array(array)
     if array.shape[-1] == 1:
         return np.repeat(array, 3, axis=-1)
     if array.shape[-1] == 4:
         alpha = array[..., 3:] / 255
         return np.round(alpha * array[..., :3] + (1 - alpha) * 255).astype(np.uint8)
     return array
+
+
+def _checked_array(array: np.ndarray) -> np.ndarray:
+    """[H, W, 1], [H, W, 3] or [H, W, 4]."""
+    if array.dtype != np.uint8:
+        raise UserError(f"image array must be uint8 (0 to 255), got {array.dtype}")
+    if array.ndim == 2:
+        array = array[..., None]
+    if array.ndim != 3 or array.shape[-1] not in (1, 3, 4):
+        raise UserError(f"image array must be [H, W], [H, W, 1], [H, W, 3] or [H, W, 4], got {list(array.shape)}")
+    return _not_empty(array)
 
 
 def _not_empty(pixels: np.ndarray) -> np.ndarray:
@@ -157,15 +191,18 @@ def _resize(pixels: np.ndarray, size: dict[str, int], resample: int) -> np.ndarr
     from PIL import Image
 
     height, width = pixels.shape[:2]
-    if edge := size.get("shortest_edge"):
-        long = int(edge * max(height, width) / min(height, width))
-        new = (edge, long) if height <= width else (long, edge)
-    else:
-        new = (size["height"], size["width"])
+    new = _resized(height, width, size)
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and new[0] * new[1] > limit:
         raise UserError(f"image of {width} x {height} pixels is too narrow: it would be resized to {new[1]} x {new[0]}")
     return np.array(Image.fromarray(pixels).resize((new[1], new[0]), Image.Resampling(resample)))
+
+
+def _resized(height: int, width: int, size: dict[str, int]) -> tuple[int, int]:
+    if edge := size.get("shortest_edge"):
+        long = int(edge * max(height, width) / min(height, width))
+        return (edge, long) if height <= width else (long, edge)
+    return size["height"], size["width"]
 
 
 def _crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -125,6 +125,11 @@ def choose_bucket(tokens: int, text: int, level: Level, room: int = 0) -> Bucket
     )
 
 
+def least_room(level: Level) -> int:
+    """Tokens that a session leaves room for, unless told: where nothing is ever compacted, as many as there are."""
+    return 0 if all(bucket.compact for bucket in level.buckets) else max(bucket.length for bucket in level.buckets)
+
+
 def first_part(rows: Rows, bucket: Bucket) -> int:
     """How many of a prompt's rows the bucket's prefill reads: all, or as many of the first as fit."""
     most = min(len(rows), bucket.length)

@@ -10,6 +10,7 @@ Sessions of one model share its weights; each has a state of its own, of one siz
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -23,9 +24,10 @@ import numpy as np
 from engines.config import parse, parse_json
 from engines.errors import UserError
 from runtime import tensors
-from runtime.generate import Request, Result, Stats, TextStream
-from runtime.model import MAX_NEW_TOKENS, VLM, check_options
-from runtime.prompt import messages_of
+from runtime.generate import MAX_NEW_TOKENS, Request, Result, Stats, TextStream, check_options
+from runtime.memory import Need, Reservation
+from runtime.model import VLM
+from runtime.prompt import least_room, messages_of
 from runtime.sampling import GREEDY, Sampling, check_number
 from runtime.state import Context, State
 
@@ -83,9 +85,12 @@ class Session:
         """
         if room is not None:
             check_number("room", room, 1)
-        self.vlm, self.level = vlm, vlm.level_for(question_later=True)
-        buckets = vlm.bundle.manifest.levels[self.level].buckets
-        self.room = room or (0 if all(b.compact for b in buckets) else max(b.length for b in buckets))
+        self.vlm, self.level, self.reason = vlm, vlm.level_for(question_later=True), ""
+        self._reserved: Reservation | None = None  # what of its state is not allocated yet
+        self._forked = -1  # compactions of the state that it may share with another session
+        if vlm.admission:
+            self.level, self.reason, self._reserved = vlm.admission.session(room or 0)
+        self.room = room or least_room(vlm.bundle.manifest.levels[self.level])
         self.messages: list[dict[str, Any]] = []
         self.context: Context | None = None
         self._unread: list[int] = []
@@ -124,10 +129,10 @@ class Session:
         """
         check_options(images, max_new_tokens, sampling)
         self._settle()
-        new, stats = messages_of(question, len(images)), self.vlm.stats(self.level)
+        new, stats = messages_of(question, len(images)), self._stats()
 
         def keep(context: Context) -> None:
-            self.context, self.messages, self._unread, self._space = context, self._joined(new), [], ""
+            self._keep(context, new)
             self._answer = answer, context.position
 
         request = self._request(self._text(new), images, max_new_tokens, ignore_eos, sampling, stats, keep)
@@ -139,20 +144,27 @@ class Session:
         """Read the beginning of a turn, say a system prompt and an image: `fork` the session and ask what follows."""
         check_options(images, 1, GREEDY)
         self._settle()
-        new, stats = messages_of(prompt, len(images)), self.vlm.stats(self.level)
+        new, stats = messages_of(prompt, len(images)), self._stats()
         text = self._text(new, begun=True)
         request = self._request(text.rstrip(), images, 1, False, GREEDY, stats, lambda context: None)
-        self.context = self.vlm.read(request, stats)
-        self.messages, self._unread, self._space = self._joined(new), [], text[len(text.rstrip()) :]
+        try:
+            self._keep(self.vlm.read(request, stats), new, text[len(text.rstrip()) :])
+        finally:
+            request.release()
         return stats
 
     def fork(self) -> Session:
         """Another session that has read the same, and goes its own way."""
         self._settle()
-        twin = Session(self.vlm)
-        twin.level, twin.room, twin._space = self.level, self.room, self._space
+        if self.context is None:
+            return Session(self.vlm, self.room or None)
+        twin, state = copy.copy(self), self.context.state
+        if self.vlm.admission:  # also of the stores: they are shared until one of the two compacts
+            twin._reserved = self.vlm.admission.hold(Need(frozenset(), state.nbytes))
         twin.messages, twin._unread = [*self.messages], [*self._unread]
-        twin.context = self.context.copy() if self.context else None
+        twin.context, twin._forked = self.context.copy(), state.compactions
+        if twin._reserved:
+            twin._reserved.allocated(state.own_bytes if self.context.bucket.compact else state.nbytes)
         return twin
 
     def save(self, path: str | Path) -> None:
@@ -180,6 +192,8 @@ class Session:
             UserError: the file is none, damaged, or of another bundle.
         """
         path = Path(path)
+        session = cls(vlm)
+        held = vlm.admission.file(path) if vlm.admission else None
         arrays, metadata = tensors.read(path, "session")
         if metadata.get("format") != FORMAT:
             raise UserError(f"{path}: no session of this version")
@@ -203,14 +217,27 @@ class Session:
         }
         if wrong := [name for name, right in in_range.items() if not right]:
             raise UserError(f"{path}: {wrong[0]} is out of range")
-        session = cls(vlm)  # its room is that of the context
         session.level, session._unread, session._space = saved.level, saved.unread, saved.space
         session.messages = messages_of(saved.messages, 0)
         logits = arrays.pop("logits")
         state = State(vlm.place(arrays), bucket)
         state.count, state.compactions = saved.count, saved.compactions
         session.context = Context(state, bucket, logits, saved.position, saved.begins)
+        if session._reserved and held:
+            session._reserved.release()
+            held.release()
         return session
+
+    def _stats(self) -> Stats:
+        stats = self.vlm.stats(self.level)
+        stats.reason = self.reason
+        return stats
+
+    def _keep(self, context: Context, new: list[dict[str, Any]], space: str = "") -> None:
+        """New messages were read."""
+        self.context, self.messages, self._unread, self._space = context, self._joined(new), [], space
+        if self._reserved and context.state.compactions != self._forked:  # all of its state is its own now
+            self._reserved.release()
 
     def _request(
         self, text: str, images: Sequence[ImageSource], max_new_tokens: int, ignore_eos: bool, sampling: Sampling,
@@ -223,12 +250,14 @@ class Session:
         positions = start + len(ids) + len(images) * (model.image_tokens - 1)
         if positions >= (most := vlm.bundle.manifest.levels[self.level].max_positions):
             raise UserError(f"with this turn the session has {positions} tokens, and the level only {most}: begin anew")
-        with stats.time("images"):
-            pixels = vlm.pixels(images)
-        return Request(
-            ids, pixels, self.level, max_new_tokens, ignore_eos, False, sampling,
+        request = Request(
+            ids, [], self.level, max_new_tokens, ignore_eos, False, sampling,
             keep=keep, context=context, start=start, room=self.room,
         )  # fmt: skip
+        if vlm.admission:
+            request = vlm.admission.turn(request, vlm.decoding(images), self._reserved)
+        with stats.time("images"):
+            return dataclasses.replace(request, pixels=vlm.pixels(images))
 
     def _settle(self) -> None:
         """Let the last answer end where it is, and put it into the chat."""

@@ -45,6 +45,11 @@ class State:
         """All that is allocated for the cache, however much of it is filled."""
         return sum(array.nbytes for array in self.arrays.values())
 
+    @property
+    def own_bytes(self) -> int:
+        """What `copy` allocates."""
+        return sum(array.nbytes for name, array in self.arrays.items() if "window" in name)
+
     def holders(self, positions: np.ndarray, total: int) -> np.ndarray | None:
         """Of each position of a prompt of `total` tokens the share of all layers' KV heads that hold it, [total].
 

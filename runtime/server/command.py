@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 PACKAGES = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
 TOKEN = "UNICACHE_TOKEN"
+MEMORY_BUDGET = (
+    "memory that the process never exceeds, like 2GiB: a request is let in at a heavier level, or refused, before it "
+    "allocates anything (default: no limit)"
+)
 
 
 def add(commands: argparse._SubParsersAction) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_the_bucket_is_that_of_the_tokens_kept(bundle_path: Path) -> None:
 
 def test_memory_pressure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"/proc/meminfo": "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 250 kB\n", "/proc/self/statm": "9 512 1"}
-    monkeypatch.setattr(gate.os, "sysconf", lambda name: 4096)
+    monkeypatch.setattr(os, "sysconf", lambda name: 4096)
     read: Any = lambda path: files[str(path)]  # noqa: E731
     monkeypatch.setattr(Path, "read_text", read)
     assert memory_pressure(0) == 0.75

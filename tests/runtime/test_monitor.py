@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import runtime
 from engines.errors import UserError
 from runtime import backends, monitor
+from runtime.admit import line
 from runtime.generate import Result
 from runtime.model import VLM
 from runtime.monitor import Alarm, Jump, Monitor, Repetition, Watch, Watcher
@@ -178,8 +179,8 @@ NEXT = Watch("lighter-next", SMALL.recent, period=4, repeats=3, repeated=6)
 
 def test_the_lighter_level_is_the_one_that_keeps_more(bundle_path: Path) -> None:
     manifest = runtime.open(bundle_path).bundle.manifest
-    assert {level: manifest.lighter(level) for level in manifest.levels} == {
-        "loose": None, **dict.fromkeys(("tight", *toy.ADAPTIVE), "loose")
+    assert {level: line(manifest, level, False) for level in manifest.levels} == {
+        "loose": ["tight", "loose"], **{level: [level, "loose"] for level in ("tight", *toy.ADAPTIVE)}
     }  # fmt: skip
 
 
