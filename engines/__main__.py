@@ -1,4 +1,4 @@
-"""python -m engines triton BUNDLE --out DIR"""
+"""python -m engines plans BUNDLE --backend trt  |  python -m engines triton BUNDLE --out DIR"""
 
 from __future__ import annotations
 
@@ -6,17 +6,29 @@ import argparse
 import sys
 from pathlib import Path
 
-from engines import triton
+from engines import plans, triton, trt
 from engines.errors import Parser, command, positive
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m engines",
-        description="Put a bundle where other servers look for models.",
+        description="Build a bundle's plans where they will run, or put it where other servers look for models.",
         epilog="The kernels have a command of their own:  python -m engines.plugins --help",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    built = commands.add_parser(
+        "plans",
+        help="build TensorRT plans of a bundle's graphs, on the machine that will run them",
+        description="Build TensorRT plans of a bundle's graphs and put them into it, in the place of older ones. Needs "
+        "neither the checkpoint nor PyTorch: build the bundle anywhere, copy it to the device, and type this there.",
+        epilog="example:  python -m engines plans build/demo-vlm --backend trt",
+    )
+    built.set_defaults(run=lambda arguments: plans.command(arguments.bundle, arguments.backend, arguments.bodies))
+    built.add_argument("bundle", type=Path, help="folder that export/build.py wrote; it is replaced when all is built")
+    built.add_argument("--backend", choices=[*trt.BACKENDS], default="trt", help="default: trt")
+    built.add_argument("--bodies", action="store_true", help="build the operators' bodies of standard operators, for "
+                       "which no plugin library is needed")  # fmt: skip
     made = commands.add_parser(
         "triton",
         help="write a model repository for NVIDIA Triton Inference Server",

@@ -53,6 +53,7 @@ __all__ = [
     "TensorSpec", "read", "seal", "sha256", "writing",
 ]  # fmt: skip
 
+MIB = 2**20
 MANIFEST, CHECKSUM = "manifest.json", "manifest.sha256"
 REBUILD = "build it again with  python export/build.py"
 
@@ -79,8 +80,11 @@ class Bundle:
 
 
 def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        while block := stream.read(MIB):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _files(folder: Path) -> list[str]:

@@ -145,7 +145,7 @@ def check(backend: str) -> list[str]:
 
 
 def rebuild(backend: str, bundle: Bundle) -> str:
-    return f"rebuild with  python export/build.py CHECKPOINT --out {bundle.path} --backend {backend}"
+    return f"rebuild with  python -m engines plans {bundle.path} --backend {backend}"
 
 
 def status(backend: str, bundle: Bundle) -> Status:

@@ -22,6 +22,7 @@ if not __package__:  # run as a script, Python puts export/ first; `export` must
 
 from engines import bundle  # noqa: E402
 from engines.errors import Parser, UserError, command, positive  # noqa: E402
+from engines.plans import describe  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -373,13 +374,7 @@ def _with_plans(
     checked = ", with the function bodies and with kernels" if kernels.cpu else ""
     notes = {"ort": f"ONNX graphs, checked against PyTorch on CPU{checked}"}
     for backend in backends[1:]:
-        mine = [plan for plan in plans if plan.backend == backend]
-        targets = ", ".join(mine[0].compute_capabilities)
-        layers = sum(sum(plan.plugins.values()) for plan in mine)
-        notes[backend] = (
-            f"{len(mine)} plans by version {mine[0].version} for {targets}, {layers} operators as plugin layers; "
-            "not run at build time"
-        )
+        notes[backend] = describe([plan for plan in plans if plan.backend == backend])
     names = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
     tools = {name: importlib.metadata.version(name) for name in names}
     return dataclasses.replace(manifest, plans=plans, libraries=kernels.libraries, backends=notes, tools=tools)

@@ -139,9 +139,8 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
 async def _arrived(request: Request, limits: Limits) -> Asked:
     """The request, if it comes in time: a place is taken while it is read."""
     try:
-        async with asyncio.timeout(limits.body_seconds):
-            return await read(request, limits)
-    except TimeoutError:
+        return await asyncio.wait_for(read(request, limits), limits.body_seconds)
+    except asyncio.TimeoutError:  # noqa: UP041 (in Python 3.10 another one than the builtin)
         raise Refused(408, f"the request did not arrive within {limits.body_seconds:g} s", "timeout") from None
 
 

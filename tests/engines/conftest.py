@@ -1,11 +1,15 @@
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
+from engines import trt
 from engines.errors import UserError
 from engines.plugins import cuda_library
 from tests.engines.small_bundle import write
+from tests.engines.trt_builder import STAND_IN
 
 
 @pytest.fixture
@@ -27,3 +31,22 @@ def plugin_library(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> 
                 pytest.skip(str(error))
             cuda_library.build(shared)
     return shared
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package `tensorrt` that builds nothing, on a machine with an Orin's GPU.
+
+    Returns:
+        Its record: process and graph, a line a build.
+    """
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "tensorrt.py").write_text(textwrap.dedent(STAND_IN))
+    monkeypatch.syspath_prepend(package)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # undone last: whatever a test imports is gone after it
+    monkeypatch.delitem(sys.modules, "tensorrt")
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    monkeypatch.setattr(trt, "gpu", lambda: "sm_87")
+    return tmp_path / "record"

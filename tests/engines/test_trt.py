@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import importlib.util
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,103 +146,6 @@ def test_a_file_that_is_no_model(tmp_path: Path, out: Path) -> None:
         trt.build_plans("trt-rtx", {"decode": tmp_path / "d.onnx"}, out)
 
 
-STAND_IN = """
-    import enum, os, pathlib, sys, time
-
-    __version__ = "11.0.0"
-
-    class ILogger:
-        class Severity(enum.Enum):
-            INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
-
-        def __init__(self):
-            pass
-
-    class NetworkDefinitionCreationFlag(enum.Enum):  # as in TensorRT 11: strongly typed without asking
-        pass
-
-    class ProfilingVerbosity(enum.Enum):
-        DETAILED = 1
-
-    class Layer:
-        type = ILogger.Severity.INFO
-
-    class Tensor:
-        name = "x"
-
-    class Network:
-        num_layers = num_inputs = num_outputs = 1
-
-        def get_layer(self, i):
-            return Layer()
-
-        def get_input(self, i):
-            return Tensor()
-
-        get_output = get_input
-
-    class Config:  # no compute capabilities: a plan is for the GPU that is present
-        __slots__ = ("profiling_verbosity",)
-
-    class Builder:
-        def __init__(self, logger):
-            self.logger = logger
-
-        def create_network(self, flags):
-            assert flags == 0
-            return Network()
-
-        def create_builder_config(self):
-            return Config()
-
-        def build_serialized_network(self, network, config):
-            stem = pathlib.Path(network.path).stem
-            with open(os.environ["RECORD"], "a") as record:
-                print(os.getpid(), stem, file=record)
-            print("printed by native code on stdout", flush=True)
-            self.logger.log(ILogger.Severity.INFO, "optimizing " + stem)
-            report = "Layers:\\nName: all, LayerType: kgen, Metadata: [ONNX Layer: a][ONNX Layer: b]\\n"
-            self.logger.log(ILogger.Severity.VERBOSE, report)
-            if stem == "aborts":
-                os.abort()
-            if stem == "hangs":
-                time.sleep(60)
-            if stem == "fails":
-                raise MemoryError("no memory")
-            if stem == "refused":
-                self.logger.log(ILogger.Severity.ERROR, "duplicate tensor name")
-                return None
-            return b"plan of " + stem.encode()
-
-    class OnnxParser:
-        def __init__(self, network, logger):
-            self.network = network
-
-        def parse_from_file(self, path):
-            self.network.path = path
-            return True
-"""
-
-
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package `tensorrt` that builds nothing, on a machine with an Orin's GPU.
-
-    Returns:
-        Its record: process and graph, a line a build.
-    """
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "tensorrt.py").write_text(textwrap.dedent(STAND_IN))
-    monkeypatch.syspath_prepend(package)
-    monkeypatch.setitem(sys.modules, "tensorrt", None)  # undone last: whatever a test imports is gone after it
-    monkeypatch.delitem(sys.modules, "tensorrt")
-    monkeypatch.setenv("PYTHONPATH", str(package))
-    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
-    monkeypatch.setattr(trt, "gpu", lambda: "sm_87")
-    return tmp_path / "record"
-
-
 def files(*names: str) -> dict[str, Path]:
     return {name: Path(f"{name}.onnx") for name in names}
 
@@ -315,7 +217,7 @@ def with_plans(bundle: Bundle, plans: list[Plan]) -> Bundle:
 
 def test_status_tells_what_is_in_the_way(stand_in: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = bundle.manifest.plans
-    command = f"rebuild with  python export/build.py CHECKPOINT --out {bundle.path} --backend trt"
+    command = f"rebuild with  python -m engines plans {bundle.path} --backend trt"
     status = trt.status("trt", bundle)
     assert status == trt.Status("trt", True, "TensorRT 11.0.0, 2 plans for sm_87")
 
