@@ -83,6 +83,8 @@ class Answer:
         own = self._vlm.level
         if self._asked.request.unicache.question_later:
             own = self._levels.bundle.manifest.levels[own].unknown or own
+        if result.stats.reason:  # the memory budget has decided
+            return result.stats.reason
         if result.stats.level != own:
             return f"lighter than {own} after an alarm" + ", answered anew" * result.stats.retries
         return self._reason + f"; {self._vlm.level} names it for questions that come later" * (own != self._vlm.level)

@@ -15,8 +15,9 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from runtime.generate import Result, TextStream
+from runtime.memory import Need, Reservation
 from runtime.server.answers import Answer, event
-from runtime.server.errors import Refused
+from runtime.server.errors import RETRY, Refused
 from runtime.server.guard import Guard
 from runtime.server.levels import Levels
 from runtime.server.metrics import CONTENT_TYPE, Metrics
@@ -25,6 +26,7 @@ from runtime.server.worker import Job, Worker
 
 __all__ = ["Limits", "create"]
 
+READING = 4  # bytes that are taken for each of a request: its text, twice, and the images in it
 PAGE = Path(__file__).parent / "page"
 
 
@@ -39,6 +41,11 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
     worker = Worker(limits.queue, lambda job, result: metrics.answer(result, job.waited, job.first))
     metrics.gauge("queue_length", "Requests that wait for the model", lambda: worker.waiting)
     metrics.gauge("requests_here", "Requests that are read, wait, or are answered", lambda: worker.here)
+    if memory := levels.memory:
+        metrics.gauge("memory_budget_bytes", "Memory that the process may take", lambda: memory.budget)
+        metrics.gauge("memory_in_use_bytes", "Resident or reserved", memory.in_use)
+        metrics.counter("memory_refused", "Requests that found no room", lambda: memory.refused)
+        metrics.counter("memory_heavier", "Requests that got a heavier level for room", lambda: memory.pressed)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -83,7 +90,9 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
     async def chat(request: Request) -> Response:
         leave = worker.enter()
         try:
+            room = _room(request, levels, limits)
             asked = await _arrived(request, limits)
+            room.release()  # what it took is in memory, and counted there
             level, reason = levels.level(asked.request.model)
             check_length(asked.messages, levels.bundle.manifest.levels[level].max_positions)
             job = Job(partial(_start, levels, level, asked), leave)
@@ -142,6 +151,18 @@ async def _arrived(request: Request, limits: Limits) -> Asked:
         return await asyncio.wait_for(read(request, limits), limits.body_seconds)
     except asyncio.TimeoutError:  # noqa: UP041 (in Python 3.10 another one than the builtin)
         raise Refused(408, f"the request did not arrive within {limits.body_seconds:g} s", "timeout") from None
+
+
+def _room(request: Request, levels: Levels, limits: Limits) -> Reservation:
+    """Room in the memory budget for reading a request."""
+    length = request.headers.get("content-length", "")
+    need = Need(frozenset(), READING * (int(length) if length.isdecimal() else limits.body_bytes))
+    if levels.memory is None:
+        return Reservation(need)
+    if reserved := levels.memory.reserve(need):
+        return reserved
+    levels.memory.refused += 1
+    raise Refused(503, "no memory is left to read the request: try again", "memory_in_use", headers=RETRY)
 
 
 def _start(levels: Levels, level: str, asked: Asked) -> TextStream:

@@ -46,6 +46,7 @@ def options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
                         "says which and why)")  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the backend's choice)")
     parser.add_argument("--no-kernels", action="store_true", help="run the graphs without compiled kernels")
+    parser.add_argument("--memory-budget", metavar="SIZE", help=MEMORY_BUDGET)
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"holds the token (default: ${TOKEN}, or none)")
     parser.add_argument(
         "--queue", type=positive, default=16, metavar="N", help="requests that may wait; more get 429 (default: 16)"
@@ -113,7 +114,8 @@ def prepared(arguments: argparse.Namespace) -> tuple[Levels, Limits]:
         tokens=arguments.max_tokens,
     )
     watch, kernels = Watch(on_alarm=arguments.on_alarm, blindness=arguments.blindness), not arguments.no_kernels
-    first = VLM.open(arguments.bundle, arguments.backend, arguments.level, arguments.threads, kernels)
+    given = arguments.bundle, arguments.backend, arguments.level, arguments.threads, kernels, arguments.memory_budget
+    first = VLM.open(*given)  # after the server's packages are imported: they count as in use
     return Levels(first, kernels, watch), limits
 
 

@@ -6,6 +6,11 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+from engines.errors import UserError, one_line
+from runtime.memory import OverBudget
+
+RETRY = {"Retry-After": "2"}  # an answer takes seconds
+
 
 class Refused(Exception):
     """A request that is not answered, and why.
@@ -35,6 +40,14 @@ class Refused(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)
+
+
+def mistake(error: UserError) -> Refused:
+    """A request that the runtime refuses."""
+    if isinstance(error, OverBudget):
+        return Refused(*((503, one_line(error), "memory_in_use", None, RETRY) if error.waits else
+                         (413, one_line(error), "over_memory_budget")))  # fmt: skip
+    return Refused(400, one_line(error), "invalid_request")
 
 
 CLOSING = Refused(503, "the server is shutting down", "shutting_down", headers={"Retry-After": "60"})

@@ -21,6 +21,7 @@ class Levels:
         name: of the bundle's folder.
         models: id of a model -> its level.
         opened: level -> the model at this level; opened when first asked for, and kept.
+        memory: their budget, if there is one.
     """
 
     def __init__(self, first: VLM, kernels: bool = True, watch: Watch = NO_ALARM) -> None:
@@ -31,7 +32,7 @@ class Levels:
             watch: what follows an alarm.
         """
         self.bundle, self.default, self.opened = first.bundle, first.level, {first.level: first}
-        self._kernels, self._watch = kernels, watch
+        self._kernels, self._watch, self.memory = kernels, watch, first.memory
         first.monitor = Monitor(watch)
         self.name = self.bundle.path.resolve().name
         manifest = self.bundle.manifest
@@ -46,7 +47,7 @@ class Levels:
         """The model at a level; only the worker's thread opens one."""
         if level not in self.opened:
             first = self.opened[self.default]
-            vlm = VLM(self.bundle, level, first.backend, first.threads, self._kernels)
+            vlm = VLM(self.bundle, level, first.backend, first.threads, self._kernels, self.memory)
             vlm.monitor = Monitor(self._watch)
             self.opened[level] = vlm
         return self.opened[level]

@@ -32,6 +32,16 @@ class Watched(Collector):
             yield metric
 
 
+class Counted(Collector):
+    """A counter that is asked for when it is told."""
+
+    def __init__(self, name: str, what: str, value: Callable[[], float]) -> None:
+        self._name, self._what, self._value = name, what, value
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._what, value=self._value())
+
+
 class Metrics:
     """One server's; a registry of its own, so that two servers in one process do not share it."""
 
@@ -61,6 +71,10 @@ class Metrics:
     def gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
         """A value that is asked for when it is told."""
         Gauge(f"unicache_{name}", what, registry=self.registry).set_function(value)
+
+    def counter(self, name: str, what: str, value: Callable[[], float]) -> None:
+        """A counter that is asked for when it is told."""
+        self.registry.register(Counted(f"unicache_{name}", what, value))
 
     def answer(self, result: Result, waited: float, first: float) -> None:
         """Count an answer; from the worker's thread."""

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from engines.errors import UserError, one_line
+from engines.errors import UserError
 from runtime.generate import Result, TextStream
 from runtime.sampling import Logprob
-from runtime.server.errors import CLOSING, INTERNAL, Refused
+from runtime.server.errors import CLOSING, INTERNAL, Refused, mistake
 
 log = logging.getLogger(__name__)
 CANCELLED = Refused(499, "the client has left", "cancelled")
@@ -76,7 +76,7 @@ class Job:
         except Refused as refused:
             event = refused
         except UserError as error:
-            event = Refused(400, one_line(error), "invalid_request")
+            event = mistake(error)
         except Exception:
             log.exception("a request failed")
             event = INTERNAL

@@ -1,0 +1,139 @@
+"""The server under a memory budget: what waiting helps against is 503, what never fits is 413."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from engines import bundle as bundles
+from engines.bundle import Bundle
+from runtime import memory, probe
+from runtime.memory import MIB, Cost, Need
+from runtime.model import VLM
+from runtime.server.levels import Levels
+from tests.runtime.asking import image
+from tests.runtime.server.conftest import Served, png, question, serving
+
+if not Path("/proc/self/statm").exists():
+    pytest.skip("a memory budget needs Linux", allow_module_level=True)
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch, bundle_path: Path) -> SimpleNamespace:
+    """A process of 100 MiB; every graph of the toy takes 20 MiB, and 10 when it runs."""
+    state = SimpleNamespace(resident=100 * MIB)
+    costs = {name: Cost(20 * MIB, 10 * MIB) for name in bundles.read(bundle_path).manifest.graphs}
+    monkeypatch.setattr(probe, "costs", lambda *_: costs)
+    monkeypatch.setattr(memory, "resident", lambda: state.resident)
+    monkeypatch.setattr(memory, "settle", lambda: None)
+    return state
+
+
+@pytest.fixture
+def budgeted(bundle_path: Path, process: SimpleNamespace) -> Iterator[Served]:
+    with serving(Levels(VLM.open(bundle_path, level="loose", threads=1, memory_budget="400MiB"))) as served:
+        yield served
+
+
+def test_an_answer_tells_the_level_and_why_and_it_is_counted(budgeted: Served, process: SimpleNamespace) -> None:
+    ask = question("what is it", png(image(0)), max_tokens=2)
+    told = budgeted.chat(ask)[2]["unicache"]
+    assert (told["level"], told["reason"]) == ("loose", "the default level")
+    process.resident = 310 * MIB  # over 80 % with what the graphs run on
+    told = budgeted.chat(ask)[2]["unicache"]
+    assert re.match(r"with loose, 8\d% of the memory budget would be in use \(more than 80%\)", told["reason"])
+    metrics = budgeted.ask("GET", "/metrics")[2].decode()
+    assert re.search(r"^unicache_memory_budget_bytes 4.194304e\+08$", metrics, re.M)
+    heavier = int(told["level"] != "loose")
+    assert f"unicache_memory_heavier_total {heavier}.0" in metrics
+    assert "unicache_memory_refused_total 0.0" in metrics
+
+
+def test_what_never_fits_is_413(budgeted: Served, process: SimpleNamespace) -> None:
+    large = png(np.zeros((3000, 3000), np.uint8))
+    status, headers, body = budgeted.chat(question("what is it", large))
+    assert (status, body["error"]["code"]) == (413, "over_memory_budget")
+    assert re.search(
+        r"give smaller or fewer images, less text, or a budget of at least \d+MiB$", body["error"]["message"]
+    )
+    assert "retry-after" not in headers
+    assert budgeted.chat(question("what is it", png(image(0)), max_tokens=2))[0] == 200
+
+
+def test_what_fits_later_is_503_with_retry_after(budgeted: Served, process: SimpleNamespace) -> None:
+    ask = question("what is it", png(image(0)), max_tokens=2)
+    assert budgeted.levels.memory
+    held = budgeted.levels.memory.reserve(Need(frozenset(), 260 * MIB))  # as another answer would
+    status, headers, body = budgeted.chat(ask)
+    assert (status, body["error"]["code"], headers["retry-after"]) == (503, "memory_in_use", "2")
+    assert "try again when others have ended" in body["error"]["message"]
+    held.release()  # type: ignore[union-attr]
+    assert budgeted.chat(ask)[0] == 200
+    assert "unicache_memory_refused_total 1.0" in budgeted.ask("GET", "/metrics")[2].decode()
+
+
+def test_a_body_needs_room_before_it_is_read(budgeted: Served, process: SimpleNamespace) -> None:
+    process.resident = 400 * MIB
+    status, headers, body = budgeted.chat(question("what is it"))
+    assert (status, body["error"]["code"], headers["retry-after"]) == (503, "memory_in_use", "2")
+    process.resident = 100 * MIB
+    assert budgeted.chat(question("what is it", max_tokens=2))[0] == 200
+    assert budgeted.worker.here == 0
+
+
+def test_levels_share_the_budget(budgeted: Served) -> None:
+    for level in ("tight", "loose", "thrifty"):
+        assert budgeted.chat(question("what is it", png(image(0)), model=f"bundle:{level}", max_tokens=2))[0] == 200
+    opened = budgeted.levels.opened.values()
+    assert len({id(vlm.memory) for vlm in opened}) == 1
+    assert len({id(vlm._sessions) for vlm in opened}) == 1
+
+
+@pytest.mark.slow
+def test_a_real_server_never_exceeds_its_budget(demo_bundle: Bundle) -> None:
+    """Small and large images, from many clients at once, at a budget that is short for them."""
+    budget = 300 * MIB
+    line = [sys.executable, "-m", "runtime", "serve", str(demo_bundle.path), "--port", "0", "--threads", "1"]
+    with subprocess.Popen(
+        [*line, "--memory-budget", str(budget)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout
+            url = re.search(r"http://\S+", process.stdout.readline())
+            assert url
+
+            def ask(number: int) -> int:
+                size, random = (64, 64, 3) if number % 3 else (1200, 900, 3), np.random.default_rng(number)
+                pictures = [png(random.integers(0, 256, size, np.uint8)) for _ in range(number % 5)]
+                body = question("what color is the shape?", *pictures, model=demo_bundle.path.name, max_tokens=8)
+                request = urllib.request.Request(
+                    f"{url[0]}v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+                )
+                try:
+                    with urllib.request.urlopen(request, timeout=60) as response:
+                        return int(response.status)
+                except urllib.error.HTTPError as error:
+                    return int(error.code)
+                except urllib.error.URLError:  # refused before its body was read, and the rest of it has no taker
+                    return 503
+
+            with ThreadPoolExecutor(6) as pool:
+                statuses = [*pool.map(ask, range(30))]
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            highest = next(int(row.split()[1]) * 1024 for row in status.splitlines() if row.startswith("VmHWM"))
+            assert highest <= budget
+            assert statuses.count(200) > 10
+            assert {*statuses} <= {200, 413, 429, 503}
+        finally:
+            process.terminate()
