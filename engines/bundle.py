@@ -78,6 +78,18 @@ class Bundle:
         table = self.manifest.model.embedding
         return np.memmap(self.file(WEIGHTS), table.dtype, "r", table.offset, tuple(table.shape))
 
+    def image_shape(self, level: str) -> tuple[int, ...]:
+        """Of an image as a level's vision graph takes it, [1, 3, H, W].
+
+        Raises:
+            UserError: it takes none.
+        """
+        graph = self.manifest.graphs[self.manifest.levels[level].vision]
+        shape = next((tuple(spec.shape) for spec in graph.inputs if spec.name == "pixel_values"), ())
+        if len(shape) != 4:
+            raise UserError(f"{self.file(graph.file)} takes no images: {REBUILD} --out {self.path}")
+        return shape
+
 
 def sha256(path: Path) -> str:
     digest = hashlib.sha256()
@@ -181,8 +193,8 @@ def read(path: Path) -> Bundle:
 
 
 def _checked(path: Path) -> Manifest:
-    text = (path / MANIFEST).read_bytes()
-    if hashlib.sha256(text).hexdigest().encode() != (path / CHECKSUM).read_bytes():
+    text = _own(path, MANIFEST).read_bytes()
+    if hashlib.sha256(text).hexdigest().encode() != _own(path, CHECKSUM).read_bytes():
         raise UserError(f"{path / MANIFEST} is damaged: {REBUILD} --out {path}")
     data = parse_json(text, str(path / MANIFEST))
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -195,11 +207,17 @@ def _checked(path: Path) -> Manifest:
     except ValueError as error:
         raise UserError(f"{path / MANIFEST}: {error}: {REBUILD} --out {path}") from error
     for name, file in manifest.files.items():
-        target = path / name
-        if not target.is_file():
-            raise UserError(f"{target} is missing: {REBUILD} --out {path}")
-        if not target.resolve().is_relative_to(path.resolve()):
-            raise UserError(f"{target} is a link out of the bundle: put the file itself there")
+        target = _own(path, name)
         if target.stat().st_size != file.bytes or sha256(target) != file.sha256:
             raise UserError(f"{target} is damaged: {REBUILD} --out {path}")
     return manifest
+
+
+def _own(path: Path, name: str) -> Path:
+    """A file that is in the bundle."""
+    target = path / name
+    if not target.is_file():
+        raise UserError(f"{target} is missing: {REBUILD} --out {path}")
+    if not target.resolve().is_relative_to(path.resolve()):
+        raise UserError(f"{target} is a link out of the bundle: put the file itself there")
+    return target

@@ -21,6 +21,7 @@ from engines.backend import Session
 from engines.bundle import Bucket, Bundle, Level
 from engines.cuda import Array
 from engines.errors import UserError
+from engines.preprocessor import FILE as PREPROCESSOR
 from engines.preprocessor import ImagePreprocessor
 from engines.tokens import FIRST, TEXT, VISUAL, marked
 from runtime import admit, backends
@@ -186,7 +187,11 @@ class VLM:
 
     def pixels(self, images: Sequence[ImageSource]) -> list[np.ndarray]:
         """As the vision graph takes them."""
-        return [preprocess(image, self._preprocessor) for image in images]
+        pixels, taken = [preprocess(image, self._preprocessor) for image in images], self.bundle.image_shape(self.level)
+        if wrong := [each.shape for each in pixels if each.shape != taken]:
+            path = self.bundle.file(PREPROCESSOR)
+            raise UserError(f"{path} makes images of {[*wrong[0]]}, the graph takes {[*taken]}: {bundles.REBUILD}")
+        return pixels
 
     def decoding(self, images: Sequence[ImageSource]) -> int:
         """Bytes that decoding the images takes at most; one after another."""

@@ -38,8 +38,7 @@ class Levels:
         manifest = self.bundle.manifest
         self.models = {self.name: first.level} | {f"{self.name}:{level}": level for level in manifest.levels}
         self.preprocessor = ImagePreprocessor.read(self.bundle.path)
-        inputs = manifest.graphs[manifest.levels[first.level].vision].inputs
-        height, width = next(spec.shape for spec in inputs if spec.name == "pixel_values")[2:]
+        height, width = self.bundle.image_shape(first.level)[2:]
         self.grid = grid(height, width, manifest.model.image_tokens)
         self._created = int((self.bundle.path / MANIFEST).stat().st_mtime)
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from engines import bundle
 from engines.bundle import CHECKSUM, MANIFEST, WEIGHTS, TensorSpec, read
@@ -82,22 +80,6 @@ def test_flipped_bit_is_found(name: str, place: float, out: Path) -> None:
     content[int(place * (len(content) - 1))] ^= 1
     (out / name).write_bytes(content)
     refused(out, "damaged|missing")
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_changed_byte_is_found(data: st.DataObject, out: Path) -> None:
-    name, size = data.draw(st.sampled_from(contents()))
-    offset, difference = data.draw(st.integers(0, size - 1)), data.draw(st.integers(1, 255))
-    before = (out / name).read_bytes()
-    changed = bytearray(before)
-    changed[offset] ^= difference
-    (out / name).write_bytes(changed)
-    try:
-        refused(out, name if name != CHECKSUM else MANIFEST)
-    finally:
-        (out / name).write_bytes(before)
-    read(out)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -251,12 +233,13 @@ def test_file_name_that_leads_out_of_the_bundle(name: str, out: Path) -> None:
     refused(out, "leads out of the bundle")
 
 
-def test_link_that_leads_out_of_the_bundle(out: Path) -> None:
-    content = (out / "decode.onnx").read_bytes()
+@pytest.mark.parametrize("name", ["decode.onnx", MANIFEST, CHECKSUM])
+def test_link_that_leads_out_of_the_bundle(name: str, out: Path) -> None:
+    content = (out / name).read_bytes()
     (out.parent / "elsewhere").write_bytes(content)
-    (out / "decode.onnx").unlink()
-    (out / "decode.onnx").symlink_to(out.parent / "elsewhere")
-    refused(out, "decode.onnx is a link out of the bundle")
+    (out / name).unlink()
+    (out / name).symlink_to(out.parent / "elsewhere")
+    refused(out, f"{name} is a link out of the bundle")
 
 
 def test_linked_folder_that_leads_out_of_the_bundle(out: Path) -> None:

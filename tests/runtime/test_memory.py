@@ -29,6 +29,7 @@ from runtime.admit import Admission
 from runtime.generate import Request
 from runtime.memory import MIB, Cost, Memory, Need, OverBudget, parse_size
 from runtime.model import VLM
+from runtime.preprocess import preprocess
 from runtime.sampling import GREEDY
 from runtime.session import Session
 from tests.runtime import toy
@@ -249,7 +250,12 @@ def test_it_is_refused_before_anything_is_loaded(
     recorder, vlm = Recorder(monkeypatch), limited(400)
     process.resident = 350 * MIB
     decoded: list[object] = []
-    monkeypatch.setattr("runtime.model.preprocess", lambda *given: decoded.append(given))
+
+    def noted(*given: Any) -> np.ndarray:
+        decoded.append(given)
+        return preprocess(*given)
+
+    monkeypatch.setattr("runtime.model.preprocess", noted)
     with pytest.raises(OverBudget) as refused:
         vlm.stream("what is it", [image(0)])
     assert recorder.loaded == decoded == []

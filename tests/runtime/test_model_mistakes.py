@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 import runtime
+from engines import bundle as bundles
 from engines.errors import UserError
+from tests.runtime import toy
 from tests.runtime.asking import Recorder, ask, image
 
 USER = {"role": "user"}
@@ -107,3 +110,17 @@ def test_overflown_logits_are_told(bundle_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(session, "run", lambda feeds: run(feeds) | {"logits": np.full((1, 32), np.nan, np.float32)})
     with pytest.raises(UserError, match="not numbers"):
         ask(vlm, "what", [], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("size", [{"height": 8, "width": 7}, {"shortest_edge": 8}])
+def test_a_preprocessor_that_is_not_the_graphs_is_told(size: dict[str, int], tmp_path: Path) -> None:
+    path = toy.build(tmp_path / "bundle")
+    bundle = bundles.read(path)
+    replace(toy.PREPROCESSOR, resize=size).write(path)
+    bundles.seal(path, bundle.manifest)
+    vlm = runtime.open(path, threads=1)
+    assert ask(vlm, "what", [], max_new_tokens=1).tokens
+    with pytest.raises(
+        UserError, match=r"preprocessor\.json makes images of \[1, 3, 8, .*the graph takes \[1, 3, 8, 8\]"
+    ):
+        ask(vlm, "what", [np.zeros((16, 20, 3), np.uint8)], max_new_tokens=1)

@@ -193,26 +193,6 @@ def test_truncated_image_that_the_caller_opened(tmp_path: Path) -> None:
         load_rgb(image)
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_no_file_breaks_it(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A file with flipped bytes is an image or a UserError, whatever the decoder thinks of it."""
-    kind = data.draw(st.sampled_from(sorted(ENCODED)))
-    buffer = io.BytesIO()
-    Image.fromarray(pixels(12, 13)).save(buffer, kind)
-    content = bytearray(buffer.getvalue())
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path = tmp_path_factory.getbasetemp() / f"flipped.{kind}"
-    path.write_bytes(content)
-    try:
-        image = load_rgb(path)
-    except UserError:
-        return
-    assert image.dtype == np.uint8
-    assert image.shape[2] == 3
-
-
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_image_with_too_many_pixels_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "bomb.png", Image.new("L", (300, 200)))

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from PIL import Image
 
-from runtime.server.errors import Refused
-from runtime.server.protocol import Limits, understand
 from tests.runtime.asking import image
 from tests.runtime.server.conftest import Served, data_url, png, question
 
@@ -241,42 +234,3 @@ def test_an_error_in_the_middle_of_a_stream_ends_it(served: Served, monkeypatch:
     assert last["error"]["code"] == "internal_error"
     assert b"secret" not in text
     assert served.worker.here == 0
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
-    max_leaves=12,
-)
-FIELDS = [
-    "model",
-    "messages",
-    "temperature",
-    "stop",
-    "max_tokens",
-    "stream_options",
-    "unicache",
-    "logprobs",
-    "seed",
-    "n",
-]
-
-
-@settings(max_examples=300)
-@given(st.dictionaries(st.sampled_from(FIELDS), json_values), st.booleans())
-def test_any_json_is_understood_or_refused(values: dict[str, Any], whole: bool) -> None:
-    with suppress(Refused):
-        understand(json.dumps((question("what") if whole else {}) | values), None, Limits())
-
-
-@settings(max_examples=200)
-@given(st.data())
-def test_any_bytes_of_an_image_are_understood_or_refused(data: st.DataObject) -> None:
-    file = io.BytesIO()
-    kind = data.draw(st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "ICO"]))
-    Image.fromarray(image(1)).save(file, kind)
-    content = bytearray(file.getvalue())
-    for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=6)):
-        content[place] = data.draw(st.integers(0, 255))
-    with suppress(Refused):
-        understand(json.dumps(with_url(data_url(bytes(content)))), None, Limits(pixels=10**4))
