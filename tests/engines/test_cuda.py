@@ -6,7 +6,10 @@ import gc
 import inspect
 import itertools
 import re
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +19,11 @@ from hypothesis import strategies as st
 from engines import cuda
 from engines.cuda import CudaError, Device, DeviceArray
 from engines.errors import UserError
+from engines.trt_worker import gpu
 from tests.engines import cuda_standin
 from tests.engines.cuda_standin import Cuda
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -232,8 +238,6 @@ def test_threads_share_the_device(standin: Cuda) -> None:
 
 
 def test_without_the_package_or_a_driver_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     cuda.device.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(UserError, match=r"cannot be imported .*: pip install \"cuda-bindings==13"):
@@ -293,6 +297,50 @@ def test_the_real_functions_take_what_the_stand_ins_take(name: str, real) -> Non
     assert names == [*inspect.signature(getattr(Cuda(), name)).parameters]
 
 
+def test_the_real_functions_take_numbers_and_return_as_many_results(real) -> None:
+    """Addresses and handles are numbers here. Without a driver each function says so; a wrong type is another error."""
+    if gpu():
+        pytest.skip("there is a GPU here, and the addresses are made up")
+    numbers = {"stream": 1000, "mode": real.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal, "flags": 0}
+    numbers |= {"kind": real.cudaMemcpyKind.cudaMemcpyDefault, "error": real.cudaError_t.cudaSuccess}
+    standin = Cuda()
+    for name in CALLED:
+        if name.endswith(("_t", "Kind", "Mode")):
+            continue
+        arguments = [numbers.get(each, 4096) for each in inspect.signature(getattr(standin, name)).parameters]
+        error, *results = getattr(real, name)(*arguments)
+        assert int(error) in (0, 35), name  # 0: of those that need no driver
+        gives = ("cudaMalloc", "cudaHostAlloc", "Create", "EndCapture", "Instantiate", "ErrorString")
+        assert len(results) == any(each in name for each in gives), name
+
+
+GEOMETRY = """
+import ctypes, mmap
+import numpy as np
+from engines import cuda
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+address = libc.mmap(None, 1 << 20, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)  # PROT_NONE: nobody may read it
+block = np.asarray(cuda.Block(address, 1 << 20, []))
+layout = cuda.Layout.of({"a": (np.dtype("f4"), (2, 3, 8, 4)), "b": (np.dtype("i1"), (5,))})
+arrays = {name: cuda.DeviceArray(None, at) for name, at in layout.cut(block).items()}
+part = arrays["a"][:, 1:, 2:4][0, ..., -1]
+assert (part.shape, part.dtype, part.contiguous, part.nbytes) == ((2, 2), np.float32, False, 16)
+assert part.address == address + 4 * (1 * 32 + 2 * 4 + 3)
+assert arrays["b"][3].shape == () and arrays["b"].address % 256 == 0
+assert cuda.rectangles(arrays["a"][:, :, 1:3]._at, arrays["a"][:, :, 4:6]._at) == (32, (6, 128, 128), [])
+del part, arrays, block
+print("untouched")
+"""
+
+
+def test_nothing_reads_gpu_memory_from_the_host() -> None:
+    """Slices and copies are planned on memory whose every access would end the process."""
+    done = subprocess.run([sys.executable, "-c", GEOMETRY], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "untouched\n"), done.stderr
+
+
 def test_the_real_constants_are_there(real) -> None:
     assert real.cudaStreamNonBlocking == Cuda.cudaStreamNonBlocking
     for name in ("cudaError_t", "cudaMemcpyKind", "cudaStreamCaptureMode"):
@@ -308,8 +356,6 @@ def test_engines_call_only_what_the_stand_in_has() -> None:
 
 
 def test_the_real_package_without_a_driver_is_one_line(real) -> None:
-    from engines.trt_worker import gpu
-
     if gpu():
         pytest.skip("there is a GPU here")
     cuda.device.cache_clear()
@@ -319,8 +365,6 @@ def test_the_real_package_without_a_driver_is_one_line(real) -> None:
 
 def test_on_a_gpu(real) -> None:
     """The real device: what a state does, against numpy."""
-    from engines.trt_worker import gpu
-
     if gpu() is None:
         pytest.skip("no NVIDIA GPU here")
     device = Device()

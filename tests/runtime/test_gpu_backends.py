@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 
 import runtime
+from demo_vlm.data import make_page
+from engines import bundle as bundles
 from engines import cuda, ort
+from engines.bundle import Bundle
 from engines.cuda import DeviceArray
 from engines.errors import UserError
 from runtime.generate import Result
@@ -181,10 +184,31 @@ def test_onnx_runtime_without_cudas_package_passes_tensors_through_the_host(
     assert ort.device() is None
 
 
+@pytest.mark.slow
+def test_the_demos_graphs_give_the_same_answers(demo_bundle: Bundle, tmp_path: Path) -> None:
+    """int8 stores, float16 windows, six layers: what `export/build.py` makes."""
+    page = make_page(np.random.default_rng(0))[0]
+    question = "what is the number in row 1 column 1 ?"
+    planned = cuda_standin.with_plans(demo_bundle.path, tmp_path / "planned")
+
+    def use(vlm: Any) -> Any:
+        result = vlm.generate(question, [page], max_new_tokens=40, ignore_eos=True)
+        session = Session(vlm)
+        session.ask(question, [page], 3, ignore_eos=True)
+        fork, asked = session.fork(), "what is the number in row 2 column 1 ?"
+        assert result.stats.compactions > 0
+        later = [each.ask(asked, (), 9, ignore_eos=True).tokens for each in (session, fork)]
+        return result.tokens, result.stats.patches, result.stats.kv_bytes, later
+
+    expected = use(runtime.open(planned, "ort", "balanced", threads=1, kernels=False))
+    for backend, machine in MACHINES.items():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            machine(monkeypatch)
+            assert use(runtime.open(planned, backend, "balanced", threads=1)) == expected
+
+
 def test_a_state_keeps_to_its_dtypes(planned: Path) -> None:
     """On the GPU a row is copied as it is, so a graph must return what the window holds."""
-    from engines import bundle as bundles
-
     manifest = bundles.read(planned).manifest
     for level in manifest.levels.values():
         for bucket in level.buckets:
