@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 SECONDS = 30  # that no case may take, however busy the machine is: it hangs, or would with a little more
 
+TIMES = int(os.environ.get("FUZZ", 1))
+
 
 def examples(count: int) -> settings:
-    """Decorates a test that tries `count` cases, or as many times more as the environment's FUZZ says."""
-    times = int(os.environ.get("FUZZ", 1))
+    """Decorates a test that tries `count` cases, `TIMES` as many."""
     slow = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=count * times, deadline=1000 * SECONDS, suppress_health_check=slow)
+    return settings(max_examples=count * TIMES, deadline=1000 * SECONDS, suppress_health_check=slow)
 
 
 @st.composite
