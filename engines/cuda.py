@@ -88,8 +88,9 @@ class DeviceArray:
         return self._at.nbytes
 
     @property
-    def contiguous(self) -> bool:
-        return self._at.flags.c_contiguous
+    def ready(self) -> bool:
+        """Whether a graph takes it where it lies: without gaps, and aligned, which a row of a batch may not be."""
+        return self._at.flags.c_contiguous and self.address % ALIGNMENT == 0
 
     def __getitem__(self, key: Any) -> DeviceArray:
         return DeviceArray(self._device, self._at[_basic(key)])

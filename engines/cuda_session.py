@@ -43,7 +43,7 @@ class CudaSession(ABC):
         there = device.send({name: array for name, array in feeds.items() if isinstance(array, np.ndarray)})
         for name, array in feeds.items():
             if isinstance(array, DeviceArray):
-                there[name] = array if array.contiguous else array.copy()
+                there[name] = array if array.ready else array.copy()
         outputs = device.empty(self._layout)
         with self._lock:
             self.execute((*(there[name].address for name in self.inputs), *(x.address for x in outputs.values())))

@@ -73,6 +73,8 @@ def kernels(bundle: Bundle) -> tuple[Path | None, str]:
     """The compiled kernels that run beside the bundle's ONNX graphs here, and why those, or why none."""
     if not any(graph.operators for graph in bundle.manifest.graphs.values()):
         return None, "no kernels are needed"
+    if not (here := ort.ort_status()).available:
+        return None, here.reason
     if (provider := ort.providers()[0]) != "CPUExecutionProvider":
         return None, f"no kernels for {provider}"
     return store.for_onnxruntime(bundle)

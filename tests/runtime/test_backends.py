@@ -12,7 +12,7 @@ import pytest
 
 import runtime
 from engines import bundle as bundles
-from engines import cuda, trt
+from engines import cuda, ort, trt
 from engines.bundle import Bundle, Library
 from engines.errors import UserError, command
 from engines.plugins import cuda_library, store
@@ -179,6 +179,23 @@ def test_plugins_that_were_compiled_here(
     assert store.for_tensorrt(plugged, "sm_87") == built.path
     with pytest.raises(UserError, match=r"for sm_72, which are not here: compile them with .* build --arch 72"):
         store.for_tensorrt(plugged, "sm_72")
+
+
+def test_plans_run_and_are_told_of_without_onnx_runtime(
+    planned: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One backend is enough."""
+    cuda_standin.with_tensorrt(monkeypatch)
+
+    def missing() -> Any:
+        raise UserError("ONNX Runtime cannot be imported: pip install onnxruntime")
+
+    monkeypatch.setattr(ort, "_onnxruntime", missing)
+    assert runtime.open(planned.path).generate("what is it", max_new_tokens=3, ignore_eos=True).tokens
+    graphs = {name: dataclasses.replace(g, operators={"TopKGather": 1}) for name, g in planned.manifest.graphs.items()}
+    bundles.seal(planned.path, dataclasses.replace(planned.manifest, graphs=graphs))
+    assert command(main)(["info", str(planned.path)]) == 0
+    assert "ort      no   ONNX Runtime cannot be imported" in capsys.readouterr().out
 
 
 def test_info_tells_of_all(
