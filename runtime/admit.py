@@ -117,9 +117,6 @@ class Admission:
             if bucket.compact and behind + request.max_new_tokens > free:
                 used.add(bucket.compact)
             state = 0 if request.keep else self._manifest.state_bytes(bucket)
-            if bucket.batched:  # the first who share a batch allocate all of it
-                used.add(bucket.batched)
-                state += self._manifest.batch_bytes(bucket)
             most = max(most, state + max(costs[graph].running for graph in used))
             graphs = graphs | used
         pixels = next(s.nbytes for s in self._manifest.graphs[level.vision].inputs if s.name == "pixel_values")

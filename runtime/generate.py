@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, Union
 
 import numpy as np
 
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from runtime.memory import Reservation
     from runtime.model import VLM
     from runtime.preprocess import ImageSource
-    from runtime.state import Context
+    from runtime.state import Context, Read
 
 MAX_NEW_TOKENS = 64
+Returned = TypeVar("Returned")
 FINISHED = {"end": "stop", "stop_string": "stop", "cancelled": "cancelled"}  # every other reason is a limit of length
 
 
@@ -141,6 +142,9 @@ class Request:
             self.reserved.release()
 
 
+Part = Union[str, "Read", None]  # text, a token that the model reads next, or a pause while a prompt is read
+
+
 class TextStream:
     """Iterator over an answer's pieces of text; joined, they are `result.text`.
 
@@ -148,17 +152,28 @@ class TextStream:
 
     Attributes:
         answer: the result so far.
+        vlm: that answers.
     """
 
     def __init__(self, vlm: VLM, request: Request, stats: Stats) -> None:
-        self.answer, self._request = Result(stats), request
-        self._pieces = _generate(vlm, request, self.answer)  # knows nothing of self: a stream that is left is freed
+        self.answer, self.vlm, self._request = Result(stats), vlm, request
+        self._parts = _generate(vlm, request, self.answer)  # knows nothing of self: a stream that is left is freed
 
     def __iter__(self) -> TextStream:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        while not isinstance(part := self.part(), str):
+            pass
+        return part
+
+    def part(self, error: Exception | None = None) -> Part:
+        """Compute on, to the next text or to where others may have a turn: `StopIteration` at the end.
+
+        Args:
+            error: that somebody else had while doing what the answer waits for; it is raised within.
+        """
+        return self._parts.throw(error) if error else next(self._parts)
 
     def cancel(self) -> None:
         """From any thread: let the answer end with the token that is being computed."""
@@ -167,7 +182,7 @@ class TextStream:
     def close(self) -> None:
         """End the answer here, and free its memory; while another thread reads it, `cancel` it."""
         try:
-            self._pieces.close()
+            self._parts.close()
         except ValueError:  # the generator is running
             self.cancel()
             return
@@ -181,7 +196,7 @@ class TextStream:
         return self.answer
 
 
-def _generate(vlm: VLM, request: Request, answer: Result) -> Generator[str]:
+def _generate(vlm: VLM, request: Request, answer: Result) -> Generator[Part]:
     """The text of an answer as it grows; a second time, where the monitor wants it and nobody has seen the first."""
     stats, monitor = answer.stats, vlm.monitor
     watchers = [Watcher(monitor.watch)]
@@ -201,7 +216,7 @@ def _generate(vlm: VLM, request: Request, answer: Result) -> Generator[str]:
         stats.entropy = watchers[-1].entropy / max(watchers[-1].tokens, 1)
 
 
-def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Generator[str, None, Request | None]:
+def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Generator[Part, None, Request | None]:
     """Read the prompt, then choose a token and let the model read it, in turns -> what to answer instead, if any."""
     stats, sampling, watch = answer.stats, request.sampling, vlm.monitor.watch
     stats.level = request.level
@@ -220,8 +235,8 @@ def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Ge
     blank = None
     if watch.blindness and request.pixels and not request.keep:  # a session would have read the blank images
         grey = [np.zeros_like(pixels) for pixels in request.pixels]
-        blank = vlm.read(replace(request, pixels=grey), stats).logits[0]
-    context = vlm.read(request, stats)
+        blank = (yield from vlm.read(replace(request, pixels=grey), stats)).logits[0]
+    context = yield from vlm.read(request, stats)
     if request.keep:
         request.keep(context)
     try:
@@ -249,7 +264,7 @@ def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Ge
             elif len(answer.tokens) == request.max_new_tokens:
                 stats.stop_reason = "max_new_tokens"
             else:
-                stats.stop_reason = vlm.advance(context, token, request, stats)
+                stats.stop_reason = yield from vlm.advance(context, token, request, stats)
         if not stops.found and (piece := stops.add(text.end()) + stops.end()):
             answer.text += piece
             yield piece
@@ -258,6 +273,15 @@ def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Ge
         stats.generated_tokens = len(answer.tokens)
         stats.kv_bytes, stats.compactions = context.state.nbytes, context.state.compactions
         stats.kv_bytes_uncompressed = vlm.model.kv_bytes(stats.prompt_tokens + stats.generated_tokens)
+
+
+def whole(parts: Generator[object, None, Returned]) -> Returned:
+    """What a generator returns in the end, if nobody else takes a turn meanwhile."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
 
 
 def check_options(images: Sequence[ImageSource], max_new_tokens: int, sampling: Sampling) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ from runtime.prompt import (
     question_inputs,
 )
 from runtime.sampling import GREEDY, Sampling, check_number
-from runtime.state import Context, State
+from runtime.state import Context, Read, State
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -226,19 +226,18 @@ class VLM:
         images = ids.count(self.model.image_token_id)
         positions = len(ids) + images * (self.model.image_tokens - 1)
         if positions >= level.max_positions:
-            raise UserError(
-                f"the prompt has {positions} tokens, and this level has only {level.max_positions} positions: "
-                "give fewer images or words"
-            )
+            most = f"this level has only {level.max_positions} positions: give fewer images or words"
+            raise UserError(f"the prompt has {positions} tokens, and {most}")
         text = len(ids) - images
         choose_bucket(text + images * level.least_visual_tokens, text, level)
 
-    def read(self, request: Request, stats: Stats) -> Context:
+    def read(self, request: Request, stats: Stats) -> Generator[None, None, Context]:
         """Read the whole prompt: by prefill what its bucket holds, or (`question_later`) the images; then the rest.
 
-        What comes in a session later is all read behind what it has read.
+        What comes in a session later is all read behind what it has read. Others may have a turn where it yields:
+        between two images, and before every chunk that is read behind prefill.
         """
-        rows, visual = self._look(request, stats)
+        rows, visual = yield from self._look(request, stats)
         stats.prompt_tokens = rows.total
         context, split = (request.context, 0) if request.context else self._begin(request, rows, visual, stats)
         stats.bucket, state = context.bucket.length, context.state
@@ -249,7 +248,7 @@ class VLM:
                 f"which this level never compacts: {advice}, or choose a level that compacts"
             )
         context.whole = False
-        self._extend(context, rows, visual, split, request, stats)
+        yield from self._extend(context, rows, visual, split, request, stats)
         context.whole, context.position, context.begins = True, rows.total, True
         if request.pixels and not request.context and (held := state.holders(rows.positions, rows.total)) is not None:
             images = image_positions(request.ids, self.model.image_token_id, self.model.image_tokens)
@@ -265,17 +264,22 @@ class VLM:
         state, logits = self._prefill(rows[:split], visual, bucket, stats)
         return Context(state, bucket, logits, rows.total), split
 
-    def advance(self, context: Context, token: int, request: Request, stats: Stats) -> str:
-        """Let the model read a token of its answer -> why it cannot, or "" and its logits are in the context."""
+    def advance(self, context: Context, token: int, request: Request, stats: Stats) -> Generator[Read, None, str]:
+        """Let a batch or else the model read a token -> why it cannot, or "" and its logits are in the context."""
         if context.position == self.bundle.manifest.levels[request.level].max_positions:
             return "max_positions"
         if not self._room(context.state, context.bucket, stats):
             return "window_full"
         ends = token in self._sentence_ends
-        kind, position = TEXT + FIRST * (context.begins and not ends), context.position
-        with stats.time("decode"):
-            self._decode(context, self._table[token], np.array([position]), np.array([kind]))
-        stats.provider = self._sessions[context.bucket.decode].provider  # whether it has become a CUDA graph meanwhile
+        kind = TEXT + FIRST * (context.begins and not ends)
+        read = Read(context, self._table[token], context.position, kind, stats, alone=request.keep is not None)
+        yield read
+        if request.cancelled.is_set():
+            return "cancelled"
+        if not read.done:
+            with stats.time("decode"):
+                self._decode(context, read.embedding, np.array([read.position]), np.array([kind]))
+            stats.provider = self._sessions[context.bucket.decode].provider  # it may be a CUDA graph by now
         context.position, context.begins = context.position + 1, ends
         return ""
 
@@ -288,11 +292,14 @@ class VLM:
     def tokenizer(self) -> Tokenizer:
         return self.prompts.tokenizer
 
-    def _look(self, request: Request, stats: Stats) -> tuple[Rows, np.ndarray]:
+    def _look(self, request: Request, stats: Stats) -> Generator[None, None, tuple[Rows, np.ndarray]]:
         """The prompt's rows, and the embeddings of the visual ones among them, [V, d]."""
-        seen, visual, kept = [], [], []
+        seen: list[dict[str, np.ndarray]] = []
+        visual, kept = [], []
         for pixels in request.pixels:
-            vision = self._session(self.bundle.manifest.levels[request.level].vision, stats)
+            if seen:
+                yield
+            vision = self.session(self.bundle.manifest.levels[request.level].vision, stats)
             with stats.time("vision"):
                 seen.append(vision.run({"pixel_values": pixels} | self._question(request, vision)))
         counts = self._gates[request.level].counts(seen, len(request.ids) - len(seen))
@@ -323,8 +330,8 @@ class VLM:
 
     def _prefill(self, rows: Rows, visual: np.ndarray, bucket: Bucket, stats: Stats) -> tuple[State, np.ndarray]:
         """Run the prompt at once -> the compressed state and the last token's logits [1, V]."""
-        prefill = self._session(bucket.prefill, stats)
-        self._session(bucket.decode, stats)  # loaded here, so that its time is not the first token's
+        prefill = self.session(bucket.prefill, stats)
+        self.session(bucket.decode, stats)  # loaded here, so that its time is not the first token's
         stats.provider = prefill.provider
         with stats.time("prefill"):
             feeds = left_pad(self._embed(rows, visual), rows, bucket.length)
@@ -333,17 +340,18 @@ class VLM:
 
     def _extend(
         self, context: Context, rows: Rows, visual: np.ndarray, start: int, request: Request, stats: Stats
-    ) -> None:
+    ) -> Generator[None, None, None]:
         """Read the rows from `start` on; the window is compacted whenever it is full, as it is between two tokens.
 
         Several at once cost what a whole chunk costs. It pays from a quarter of one on (demo model, one thread: chunks
         of 3, 9 and 64 tokens take as long as 1, 2 and 17 decoded ones).
         """
         state, bucket, kinds = context.state, context.bucket, marked(rows.kinds, rows.segments)
-        self._session(bucket.decode, stats)
+        self.session(bucket.decode, stats)
         if start == 0 and len(rows) and kinds[0] != VISUAL:  # not the first of a prompt
             kinds[0] = TEXT + FIRST * (context.begins and rows.ids[0] not in self._sentence_ends)
         while start < len(rows) and (request.keep or not request.cancelled.is_set()):  # a session is left whole
+            yield
             self._room(state, bucket, stats)
             count = min(bucket.chunk, state.free, len(rows) - start)
             if not bucket.extend or count == 1 or 4 * count < bucket.chunk:
@@ -355,7 +363,7 @@ class VLM:
                     self._decode(context, embeddings[0], rows.positions[part], kinds[part])
                 else:
                     feeds = left_pad(embeddings, rows[part], bucket.chunk)
-                    self._step(context, self._session(bucket.extend, stats), feeds, rows.positions[part], kinds[part])
+                    self._step(context, self.session(bucket.extend, stats), feeds, rows.positions[part], kinds[part])
             start += count
 
     def _decode(self, context: Context, embedding: np.ndarray, position: np.ndarray, kind: np.ndarray) -> None:
@@ -367,12 +375,7 @@ class VLM:
         self._step(context, self._sessions[context.bucket.decode], token, position, kind)
 
     def _step(
-        self,
-        context: Context,
-        graph: Session,
-        tokens: dict[str, np.ndarray],
-        positions: np.ndarray,
-        kinds: np.ndarray,
+        self, context: Context, graph: Session, tokens: dict[str, np.ndarray], positions: np.ndarray, kinds: np.ndarray
     ) -> None:
         """Run decode or extend: what follows is in the context's logits, the tokens' keys and values in its window."""
         state = context.state
@@ -383,12 +386,13 @@ class VLM:
     def _room(self, state: State, bucket: Bucket, stats: Stats) -> bool:
         """Whether the window has a free slot, after it was compacted if it had none."""
         if state.full and bucket.compact:
-            compact = self._session(bucket.compact, stats)
+            compact = self.session(bucket.compact, stats)
             with stats.time("compact"):
                 state.compacted(compact.run(state.feeds(list(compact.inputs))))
         return not state.full
 
-    def _session(self, graph: str, stats: Stats) -> Session:
+    def session(self, graph: str, stats: Stats) -> Session:
+        """A graph, loaded now if it was not yet."""
         if graph not in self._sessions:
             with self._loading, stats.time("load"):
                 if graph not in self._sessions:  # no other thread was quicker

@@ -24,7 +24,7 @@ import numpy as np
 from engines.config import parse, parse_json
 from engines.errors import UserError
 from runtime import tensors
-from runtime.generate import MAX_NEW_TOKENS, Request, Result, Stats, TextStream, check_options
+from runtime.generate import MAX_NEW_TOKENS, Request, Result, Stats, TextStream, check_options, whole
 from runtime.memory import Need, Reservation
 from runtime.model import VLM
 from runtime.prompt import least_room, messages_of
@@ -148,7 +148,7 @@ class Session:
         text = self._text(new, begun=True)
         request = self._request(text.rstrip(), images, 1, False, GREEDY, stats, lambda context: None)
         try:
-            self._keep(self.vlm.read(request, stats), new, text[len(text.rstrip()) :])
+            self._keep(whole(self.vlm.read(request, stats)), new, text[len(text.rstrip()) :])
         finally:
             request.release()
         return stats

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engines.bundle import Bucket
 from engines.cuda import Array
+
+if TYPE_CHECKING:
+    from runtime.generate import Stats
 
 REPLACES = "new_"  # an ONNX graph cannot return a tensor under an input's name: `new_X` replaces X
 
@@ -26,6 +30,7 @@ class State:
 
     def __init__(self, outputs: Mapping[str, Array], bucket: Bucket) -> None:
         """Take over what prefill returned; the last `recent` tokens of the prompt fill the window's first slots."""
+        self.arrays: MutableMapping[str, Array]
         self.arrays = {name: array for name, array in outputs.items() if name != "logits"}
         self.window, self.recent = bucket.window, bucket.recent
         self.count, self.compactions = self.recent, 0
@@ -117,7 +122,7 @@ class State:
                 self.arrays[replaced] = array
 
 
-@dataclass
+@dataclass(eq=False)
 class Context:
     """What the model has read of a request or in a session.
 
@@ -139,3 +144,25 @@ class Context:
     def copy(self) -> Context:
         """One that goes its own way."""
         return replace(self, state=self.state.copy())
+
+
+@dataclass
+class Read:
+    """A token that the model reads next, of a request that is answered: alone, unless somebody does it before.
+
+    Attributes:
+        embedding: of the token, [d].
+        position: counted in the prompt before pruning.
+        kind: `FIRST` added where it begins a sentence.
+        stats: of the request.
+        alone: it must not share a batch: its state stays behind in a session.
+        done: whether the token was read.
+    """
+
+    context: Context
+    embedding: np.ndarray
+    position: int
+    kind: int
+    stats: Stats
+    alone: bool = False
+    done: bool = False

@@ -106,7 +106,7 @@ def measure(vlm: VLM, tokens: int, part: int) -> tuple[list[Part], Part]:
     long, fresh = Run(vlm, tokens), Run(vlm, part)
     running = fresh
 
-    def noted(context: Context, *rest: Any) -> str:
+    def noted(context: Context, *rest: Any) -> Any:
         running.note(context)
         return advance(context, *rest)
 

@@ -38,9 +38,14 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
         local: whether it listens to this machine only.
     """
     metrics = Metrics(lambda: {level: vlm.monitor.counters for level, vlm in levels.opened.copy().items()})
-    worker = Worker(limits.queue, lambda job, result: metrics.answer(result, job.waited, job.first))
+    rows = levels.bundle.manifest.batch
+    worker = Worker(limits.queue, rows, lambda job, result: metrics.answer(result, job.waited, job.first))
     metrics.gauge("queue_length", "Requests that wait for the model", lambda: worker.waiting)
     metrics.gauge("requests_here", "Requests that are read, wait, or are answered", lambda: worker.here)
+    metrics.gauge("rows", "Answers that are computed at once, at most", lambda: rows)
+    metrics.gauge("rows_in_use", "Answers that are computed", lambda: worker.running)
+    metrics.counter("decode_steps", "Runs of decode graphs", lambda: worker.scheduler.steps)
+    metrics.counter("decode_tokens", "Tokens that were read in them", lambda: worker.scheduler.tokens)
     if memory := levels.memory:
         metrics.gauge("memory_budget_bytes", "Memory that the process may take", lambda: memory.budget)
         metrics.gauge("memory_in_use_bytes", "Resident or reserved", memory.in_use)
@@ -68,9 +73,7 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
     @app.get("/healthz")
     def health() -> JSONResponse:
         state = "shutting down" if worker.closing else "ok"
-        backend = levels.opened[
-            levels.default
-        ].backend  # why it is that one holds paths, and is nobody's without a token
+        backend = levels.opened[levels.default].backend  # why that one holds paths, and is nobody's without a token
         told = {"status": state, "model": levels.name, "backend": backend}
         return JSONResponse(told, 503 if worker.closing else 200)
 

@@ -1,4 +1,4 @@
-"""One thread runs the model, and requests wait in line for it: first come, first served."""
+"""One thread runs the model, several answers at once where it can; requests wait in line: first come, first served."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from functools import partial
 from engines.errors import UserError
 from runtime.generate import Result, TextStream
 from runtime.sampling import Logprob
+from runtime.scheduler import Answering, Scheduler
 from runtime.server.errors import CLOSING, INTERNAL, Refused, mistake
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Piece:
 
 
 class Job:
-    """One answer: waits, runs in the worker's thread, and is read in the event loop that made it."""
+    """One answer: waits, is computed in the worker's thread, and is read in the event loop that made it."""
 
     def __init__(self, start: Callable[[], TextStream], leave: Callable[[], None]) -> None:
         """
@@ -41,8 +42,9 @@ class Job:
             leave: gives up the request's place.
         """
         self.leave, self.cancelled, self.waited, self.first = leave, False, 0.0, 0.0
-        self._start, self._made = start, time.perf_counter()
+        self._start, self._made, self._told = start, time.perf_counter(), 0
         self._stream: TextStream | None = None
+        self._answer: Answering | None = None
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Result | Refused] = asyncio.Queue()
 
@@ -66,13 +68,17 @@ class Job:
             if isinstance(event, Result):
                 return
 
-    def run(self, answered: Callable[[Job, Result], None]) -> None:
-        """Answer, in the worker's thread."""
-        self.waited = time.perf_counter() - self._made
+    def go_on(self, scheduler: Scheduler, answered: Callable[[Job, Result], None]) -> bool:
+        """Begin, or tell what is new, in the worker's thread -> whether it has ended, and its place is given up."""
         event: Result | Refused
         try:
-            event = self._answer()
-            answered(self, event)
+            if self._answer is None:
+                self._answer = scheduler.submit(self._begin())
+                return False
+            self._give(self._answer)
+            if not self._answer.ended:
+                return False
+            answered(self, event := self._end(self._answer.result))
         except Refused as refused:
             event = refused
         except UserError as error:
@@ -82,26 +88,30 @@ class Job:
             event = INTERNAL
         self.leave()
         self.tell(event)
+        return True
 
-    def _answer(self) -> Result:
+    def _begin(self) -> TextStream:
+        self.waited = time.perf_counter() - self._made
         if self.cancelled:  # before an image is decoded
             raise CLOSING
         self._stream = stream = self._start()
         if self.cancelled:  # before there was a stream to cancel
             stream.cancel()  # type: ignore[unreachable]  # another thread cancels
-        told = 0
-        for text in stream:
+        return stream
+
+    def _give(self, answer: Answering) -> None:
+        logprobs = answer.stream.answer.logprobs
+        while answer.texts:
             self.first = self.first or time.perf_counter() - self._made
-            logprobs = stream.answer.logprobs
-            self.tell(Piece(text, logprobs[told:]))
-            told = len(logprobs)
-        if rest := stream.result.logprobs[told:]:  # of tokens that make no text
+            self.tell(Piece(answer.texts.popleft(), logprobs[self._told :]))
+            self._told = len(logprobs)
+
+    def _end(self, result: Result) -> Result:
+        if rest := result.logprobs[self._told :]:  # of tokens that make no text
             self.tell(Piece("", rest))
-        if (
-            stream.result.finish_reason == "cancelled" and not stream.result.tokens
-        ):  # it would look like an empty answer
+        if result.finish_reason == "cancelled" and not result.tokens:  # it would look like an empty answer
             raise CLOSING
-        return stream.result
+        return result
 
     def tell(self, event: Piece | Result | Refused) -> None:
         with suppress(RuntimeError):  # the loop has ended, and nobody reads any more
@@ -114,19 +124,23 @@ class Worker:
     Attributes:
         closing: new requests are refused; those that are here are answered.
         seconds: what an answer takes, a moving mean.
+        scheduler: of the answers that are computed.
     """
 
-    def __init__(self, queue: int, answered: Callable[[Job, Result], None] = lambda job, result: None) -> None:
+    def __init__(
+        self, queue: int, rows: int = 1, answered: Callable[[Job, Result], None] = lambda job, result: None
+    ) -> None:
         """
         Args:
             queue: requests that may wait.
+            rows: answers that are computed at once, at most.
             answered: called in the thread with every result.
         """
-        self.closing, self.seconds = False, 1.0
-        self._most, self._ended, self._answered = queue + 1, False, answered
+        self.closing, self.seconds, self.scheduler = False, 1.0, Scheduler(rows)
+        self._most, self._ended, self._answered = queue + rows, False, answered
         self._places: set[object] = set()
         self._jobs: deque[Job] = deque()
-        self._running: Job | None = None
+        self._running: dict[Job, float] = {}  # since when
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
@@ -135,6 +149,11 @@ class Worker:
     def waiting(self) -> int:
         """Requests that wait for the model."""
         return len(self._jobs)
+
+    @property
+    def running(self) -> int:
+        """Answers that are computed."""
+        return len(self._running)
 
     @property
     def here(self) -> int:
@@ -151,7 +170,7 @@ class Worker:
             raise CLOSING
         with self._changed:
             if self.here >= self._most:
-                wait = min(max(math.ceil(self.seconds * self.here), 1), SLOW)
+                wait = min(max(math.ceil(self.seconds * self.here / self.scheduler.rows), 1), SLOW)
                 message = f"{self.here} requests are here already: try again in {wait} s"
                 raise Refused(429, message, "queue_full", headers={"Retry-After": str(wait)})
             self._places.add(place := object())
@@ -180,9 +199,9 @@ class Worker:
         job.tell(why)
 
     def cancel_all(self) -> None:
-        """End the answer that is computed, and refuse those that wait."""
+        """End the answers that are computed, and refuse those that wait."""
         with self._changed:
-            jobs = [*self._jobs, *filter(None, [self._running])]
+            jobs = [*self._jobs, *self._running]
         for job in jobs:
             self.cancel(job, CLOSING)
 
@@ -202,11 +221,14 @@ class Worker:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._ended)
-                if not self._jobs:
+                self._changed.wait_for(lambda: self._jobs or self._running or self._ended)
+                if not self._jobs and not self._running:
                     return
-                self._running = job = self._jobs.popleft()
-            start = time.perf_counter()
-            job.run(self._answered)
-            self._running = None
-            self.seconds += (time.perf_counter() - start - self.seconds) / 8
+                if self._jobs and self.scheduler.takes:
+                    self._running[self._jobs.popleft()] = time.perf_counter()
+            for job, since in self._running.copy().items():
+                if job.go_on(self.scheduler, self._answered):
+                    with self._changed:
+                        del self._running[job]
+                    self.seconds += (time.perf_counter() - since - self.seconds) / 8
+            self.scheduler.step()

@@ -22,6 +22,7 @@ from export.checkpoint import Checkpoint
 from export.operators import DOMAIN
 from export.to_onnx import INLINE, PAGE, WeightFile
 from export.verify import TOLERANCE, largest_error
+from runtime.generate import TextStream
 from tests.export.conftest import RECIPE
 
 pytestmark = pytest.mark.slow
@@ -237,3 +238,24 @@ def test_the_built_bundle_answers(built: Bundle, tmp_path: Path) -> None:
     assert len(result.tokens) == 20
     assert result.stats.compactions >= 2
     assert result.stats.visual_tokens == tiny.IMAGE_TOKENS // 2
+
+
+def test_a_batch_of_the_built_bundle_answers_as_single_requests_do(built: Bundle, tmp_path: Path) -> None:
+    import runtime
+    from runtime.scheduler import Scheduler
+    from tests.export import tiny
+
+    vlm = runtime.open(shutil.copytree(built.path, tmp_path / "copy"), threads=1)
+    lengths, questions = [20, 9, 25, 14, 20], ["what color ?", "is there a red circle in the image ?", "what ?"]
+
+    def streams() -> list[TextStream]:
+        asked = [(questions[i % 3], [tiny.picture(k) for k in range(i % 2)], n) for i, n in enumerate(lengths)]
+        return [vlm.stream(*each, ignore_eos=True) for each in asked]
+
+    for each in (alone := streams()):
+        assert len(list(each)) > 1
+    scheduler = Scheduler(built.manifest.batch)
+    answers = scheduler.run(map(scheduler.submit, streams()))
+    assert [each.result.tokens for each in answers] == [each.result.tokens for each in alone]
+    assert min(each.result.stats.compactions for each in answers) >= 1
+    assert scheduler.steps < sum(lengths) / 2

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,17 @@ from tests.runtime.asking import Recorder, image
 def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy bundle, never to be changed: tests that damage one copy it."""
     return toy.build(tmp_path_factory.mktemp("toy") / "bundle")
+
+
+@pytest.fixture(scope="session")
+def of_batch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The toy bundle that decodes so many requests at once."""
+
+    @cache
+    def build(batch: int) -> Path:
+        return toy.build(tmp_path_factory.mktemp("toy") / "bundle", batch=batch)
+
+    return build
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ def test_a_stream_that_is_left_frees_its_state(vlm: VLM, way: str, monkeypatch: 
     states, read = [], vlm.read
 
     def reading(*arguments: Any) -> Any:
-        context = read(*arguments)
+        context = yield from read(*arguments)
         states.append(weakref.ref(context.state))
         return context
 

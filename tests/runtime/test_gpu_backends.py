@@ -20,8 +20,11 @@ from engines import cuda, ort
 from engines.bundle import Bundle
 from engines.cuda import DeviceArray
 from engines.errors import UserError
+from runtime.batch import Batch
 from runtime.generate import Result
+from runtime.model import VLM
 from runtime.sampling import Sampling
+from runtime.scheduler import Scheduler
 from runtime.session import Session
 from tests.engines import cuda_standin
 from tests.engines.cuda_standin import Cuda
@@ -117,9 +120,9 @@ def test_the_state_stays_on_the_gpu_and_a_step_allocates_nothing(
     counts = []
     step = vlm.advance
 
-    def counted(context: Any, *arguments: Any) -> str:
+    def counted(context: Any, *arguments: Any) -> Any:
         assert all(isinstance(array, DeviceArray) for array in context.state.arrays.values())
-        reason = step(context, *arguments)
+        reason = yield from step(context, *arguments)
         assert isinstance(context.logits, np.ndarray)
         counts.append(standin.allocations)
         return reason
@@ -131,6 +134,29 @@ def test_the_state_stays_on_the_gpu_and_a_step_allocates_nothing(
     assert len(second) == 19
     assert second == [first[-1]] * 19  # nothing at all, prefill and vision included
     assert len(set(first[-8:])) == 1
+
+
+@GPU
+@pytest.mark.parametrize("level", ["loose", "tight"])
+def test_a_batch_lies_on_the_gpu_too(
+    backend: str, level: str, of_batch: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, rows = Batch.read, set[type]()
+
+    def seen(batch: Batch, reads: Any) -> None:
+        read(batch, reads)
+        rows.update(type(array) for array in batch._arrays.values())
+
+    def use(vlm: VLM) -> list[list[int]]:
+        monkeypatch.setattr(Batch, "read", seen)
+        scheduler, lengths = Scheduler(3), (9, 18, 12, 15)
+        streams = [vlm.stream(QUESTION, [image(n)], n, ignore_eos=True) for n in lengths]
+        return [each.result.tokens for each in scheduler.run(map(scheduler.submit, streams))]
+
+    expected, found, standin = both(backend, cuda_standin.with_plans(of_batch(3), tmp_path / "bundle"), level, use)
+    assert found == expected
+    assert rows == {np.ndarray, DeviceArray}
+    assert standin.allocations > 0
 
 
 def test_decoding_becomes_a_few_cuda_graphs(planned: Path, monkeypatch: pytest.MonkeyPatch) -> None:

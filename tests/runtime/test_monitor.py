@@ -299,7 +299,7 @@ def test_the_entropy_of_an_answer(bundle_path: Path, recorder: Recorder) -> None
 
 def blind(vlm: VLM) -> None:
     """Make its level `tight` see nothing."""
-    vlm._session("vision_tight", question(vlm).stats)
+    vlm.session("vision_tight", question(vlm).stats)
     session: Any = vlm._sessions["vision_tight"]
     run = session.run
 

@@ -46,7 +46,7 @@ def test_a_saved_session_goes_on_as_the_one_it_was(prefix: bool, vlm: VLM, tmp_p
 def test_the_file_is_what_safetensors_reads(saved: Path, tight: VLM) -> None:
     loaded = Session.load(tight, saved)
     assert loaded.context
-    expected = loaded.context.state.arrays | {"logits": loaded.context.logits}
+    expected = {**loaded.context.state.arrays, "logits": loaded.context.logits}
     theirs = load_file(saved)
     assert theirs.keys() == expected.keys()
     for name, array in expected.items():

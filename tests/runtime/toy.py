@@ -74,7 +74,7 @@ ADAPTIVE = {  # levels with the graphs of "tight", which decide how many of an i
 }
 
 
-def _state(bucket: Bucket) -> dict[str, tuple[str, list[int]]]:
+def _state(bucket: Bucket, batch: int = 1) -> dict[str, tuple[str, list[int]]]:
     """name -> dtype and shape of every state tensor."""
     specs: dict[str, tuple[str, list[int]]] = {}
     for layer, slots in enumerate(bucket.capacities):
@@ -97,7 +97,7 @@ def _state(bucket: Bucket) -> dict[str, tuple[str, list[int]]]:
     specs["window_positions"] = ("int32", [1, bucket.window])
     if bucket.compact:
         specs["window_kinds"] = ("int8", [1, bucket.window])
-    return specs
+    return {name: (dtype, [batch, *shape[1:]]) for name, (dtype, shape) in specs.items()}
 
 
 def _rows(g: Builder, embeddings: str, positions: str, kinds: str | None) -> str:
@@ -107,7 +107,7 @@ def _rows(g: Builder, embeddings: str, positions: str, kinds: str | None) -> str
 
 
 def _heads(g: Builder, rows: str, weight: np.ndarray, length: int, heads: int = HEADS) -> str:
-    split = g.reshape(g("MatMul", rows, g.const(weight[:, : heads * HEAD_DIM])), 1, length, heads, HEAD_DIM)
+    split = g.reshape(g("MatMul", rows, g.const(weight[:, : heads * HEAD_DIM])), -1, length, heads, HEAD_DIM)
     return g("Transpose", split, perm=[0, 2, 1, 3])
 
 
@@ -126,7 +126,7 @@ def _attend(
     """
     scores = g("Mul", g("MatMul", query, g("Transpose", keys, perm=[0, 1, 3, 2])), g.const(HEAD_DIM**-0.5))
     p = g("Softmax", g("Add", scores, bias if real else g("Unsqueeze", bias, g.const([2]))), axis=-1)
-    mixed = g.reshape(g("Transpose", g("MatMul", p, values), perm=[0, 2, 1, 3]), 1, rows, HIDDEN)
+    mixed = g.reshape(g("Transpose", g("MatMul", p, values), perm=[0, 2, 1, 3]), -1, rows, HIDDEN)
     received = g("ReduceSum", g("Mul", p, real) if real else p, g.const([2]), keepdims=0)
     return mixed, received if KV_HEADS[layer] > 1 else g("ReduceMean", received, g.const([1]), keepdims=1)
 
@@ -135,7 +135,7 @@ def _logits(g: Builder, last: str, mixed: list[str]) -> str:
     total = g("MatMul", last, g.const(WEIGHTS["skip"]))
     for layer, value in enumerate(mixed):
         total = g("Add", total, g("MatMul", value, g.const(WEIGHTS["output"][layer])))
-    return g.reshape(total, 1, VOCABULARY)
+    return g.reshape(total, -1, VOCABULARY)
 
 
 def _vision(kept: int, adaptive: bool = False) -> Builder:
@@ -220,15 +220,15 @@ def _prefill(bucket: Bucket) -> Builder:
     return g
 
 
-def _decode(bucket: Bucket) -> Builder:
-    g, state, width = Builder(), _state(bucket), bucket.window
-    embedding = g.input("embedding", "float32", 1, 1, HIDDEN)
-    position = g.input("position", "int32", 1, 1)
+def _decode(bucket: Bucket, batch: int = 1) -> Builder:
+    g, state, width = Builder(), _state(bucket, batch), bucket.window
+    embedding = g.input("embedding", "float32", batch, 1, HIDDEN)
+    position = g.input("position", "int32", batch, 1)
     for name, (dtype, shape) in state.items():
         if "positions" not in name and "kinds" not in name:
             g.input(name, dtype, *shape)
     row = _rows(g, embedding, position, None)
-    window_bias = g.append(g.reshape("window_bias", 1, 1, width), [1, 1, 1], 2, 0)
+    window_bias = g.append(g.reshape("window_bias", batch, 1, width), [batch, 1, 1], 2, 0)
     mixed: list[str] = []
     masses: list[str] = []
     new: dict[str, list[str]] = {"key": [], "value": []}
@@ -245,16 +245,16 @@ def _decode(bucket: Bucket) -> Builder:
         mixed.append(out)
         if bucket.compact:
             total = g("Add", f"store_mass.{layer}", g.cut(p, 0, slots, 2))
-            g.output(f"new_store_mass.{layer}", total, "float32", 1, heads, slots)
+            g.output(f"new_store_mass.{layer}", total, "float32", batch, heads, slots)
             masses.append(g.cut(p, slots, slots + width + 1, 2))
-    g.output("logits", _logits(g, row, mixed), "float32", 1, VOCABULARY)
+    g.output("logits", _logits(g, row, mixed), "float32", batch, VOCABULARY)
     for name, values in new.items():
-        g.output(f"new_{name}", g("Concat", *values, axis=1), "float32", 1, sum(KV_HEADS), 1, HEAD_DIM)
+        g.output(f"new_{name}", g("Concat", *values, axis=1), "float32", batch, sum(KV_HEADS), 1, HEAD_DIM)
     if bucket.compact:
         everyone, heads = g("Concat", *masses, axis=1), sum(KV_HEADS)
         total = g("Add", "window_mass", g.cut(everyone, 0, width, 2))
-        g.output("new_window_mass", total, "float32", 1, heads, width)
-        g.output("new_mass", g.cut(everyone, width, width + 1, 2), "float32", 1, heads, 1)
+        g.output("new_window_mass", total, "float32", batch, heads, width)
+        g.output("new_mass", g.cut(everyone, width, width + 1, 2), "float32", batch, heads, 1)
     return g
 
 
@@ -342,8 +342,8 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def build(out: Path, unknown: str | None = None) -> Path:
-    """Write the toy bundle to `out`; `unknown` is what level tight names for questions that are not known yet."""
+def build(out: Path, unknown: str | None = None, batch: int = 1) -> Path:
+    """Write the toy bundle; level tight names `unknown` for questions that come later."""
     with bundle.writing(out) as folder:
         graphs: dict[str, bundle.Graph] = {}
         levels: dict[str, Level] = {}
@@ -357,11 +357,14 @@ def build(out: Path, unknown: str | None = None) -> Path:
                     names["compact"] = ""
                 if chunk := CHUNKS.get(window, {}).get(length, 0):
                     names |= {"extend": f"extend_{level}_{length}", "chunk": chunk}
+                if batch > 1:
+                    names |= {"batched": f"decode_{level}_{length}x{batch}", "batch": batch}
                 bucket = Bucket(length, capacities, window, recent, **names)
                 makers = {"prefill": _prefill, "decode": _decode, "extend": _extend, "compact": _compact}
-                for kind, make in makers.items():
-                    if name := names.get(kind):
-                        graphs[name] = make(bucket).save(folder / f"{name}.onnx", kind)
+                for kind in (kind for kind in makers if names.get(kind)):
+                    graphs[names[kind]] = makers[kind](bucket).save(folder / f"{names[kind]}.onnx", kind)
+                if name := bucket.batched:
+                    graphs[name] = _decode(bucket, batch).save(folder / f"{name}.onnx", "decode")
                 buckets.append(bucket)
             later = unknown if level == "tight" else None
             levels[level] = Level({"name": level}, KV_HEADS, POSITIONS, kept, vision, buckets, unknown=later)

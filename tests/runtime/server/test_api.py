@@ -140,7 +140,7 @@ def test_tokens_per_second_are_those_that_the_model_read(
     """The last token of an answer is chosen and never read, unless it is the end token, which is not counted."""
     vlm, steps, advance = served.levels.open("loose"), [], VLM.advance
 
-    def counted(*arguments: Any) -> str:
+    def counted(*arguments: Any) -> Any:
         steps.append(1)
         return advance(*arguments)
 

@@ -161,7 +161,7 @@ def test_images_are_dropped_and_taken_back(page: Page) -> None:
 def test_stopping(page: Page, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     advance = VLM.advance
 
-    def slow(*arguments: Any) -> str:
+    def slow(*arguments: Any) -> Any:
         time.sleep(0.1)
         return advance(*arguments)
 

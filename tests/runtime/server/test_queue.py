@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from engines.errors import UserError
 from runtime.model import VLM
 from runtime.server.errors import Refused
 from runtime.server.worker import Job, Worker
@@ -131,7 +133,7 @@ def left(served: Served, stream: bool, read: bool) -> Iterator[None]:
 def test_a_client_that_leaves_ends_its_answer(serve: Serve, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     served, steps, advance = serve(), [], VLM.advance
 
-    def slow(*arguments: Any) -> str:
+    def slow(*arguments: Any) -> Any:
         steps.append(1)
         time.sleep(0.01)
         return advance(*arguments)
@@ -199,7 +201,7 @@ def test_a_second_signal_cancels(serve: Serve, gate: Gate, pool: ThreadPoolExecu
     gate.wait()
     served.server.handle_exit(15, None)
     served.server.handle_exit(15, None)
-    until(lambda: served.worker._running.cancelled)
+    until(lambda: all(job.cancelled for job in served.worker._running))
     gate.open.set()
     for future in (running, waiting):  # neither has said anything
         status, headers, answer = future.result()
@@ -214,7 +216,7 @@ def test_what_is_cut_off_does_not_look_whole(serve: Serve, monkeypatch: pytest.M
     vlm = served.levels.open("tight")
     monkeypatch.setattr(vlm, "model", replace(vlm.model, eos_token_ids=[]))
 
-    def cut(*arguments: Any) -> str:
+    def cut(*arguments: Any) -> Any:
         served.worker.cancel_all()
         return advance(*arguments)
 
@@ -248,31 +250,36 @@ async def _cancelled_and_late() -> None:
         worker.submit(Job(begins, lambda: None))
 
 
-def test_a_refused_client_is_told_how_long_the_line_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that are here, by a mean that moves an eighth towards every answer's seconds."""
-    now, worker = [0.0], Worker(2)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_refused_client_is_told_how_long_the_line_takes(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Requests that are here, by a mean that moves an eighth towards every answer's seconds, so many at once."""
+    asyncio.run(_told(monkeypatch, rows))
+
+
+async def _told(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    now, worker = [0.0], Worker(6, rows)
     monkeypatch.setattr("runtime.server.worker.time.perf_counter", lambda: now[0])
-    took, mean = [3.0, 11.0, 5.0, 40.0, 6.5], worker.seconds
+    mean = worker.seconds
 
-    class Slow:
-        def __init__(self, seconds: float) -> None:
-            self.seconds = seconds
+    def fails(seconds: float) -> Any:
+        now[0] += seconds
+        raise UserError("it took long")
 
-        def run(self, answered: object) -> None:
-            now[0] += self.seconds
-
-    for seconds in took:
-        worker.submit(Slow(seconds))  # type: ignore[arg-type]
+    for seconds in (3.0, 11.0, 5.0, 40.0, 6.5):
+        job = Job(partial(fails, seconds), lambda: None)
+        worker.submit(job)
+        with pytest.raises(Refused, match="it took long"):
+            await anext(job.events())
         mean = mean * 7 / 8 + seconds / 8
     until(lambda: worker.seconds == pytest.approx(mean))
-    places = [worker.enter() for _ in range(3)]
+    places = [worker.enter() for _ in range(6 + rows)]
     with pytest.raises(Refused) as refused:
         worker.enter()
-    assert refused.value.headers == {"Retry-After": str(math.ceil(3 * mean))}
-    assert 3 * mean < 60
+    assert refused.value.headers == {"Retry-After": str(math.ceil((6 + rows) * mean / rows))}
+    assert (6 + rows) * mean / rows < 60
     for leave in places:
         leave()
-    worker.end()
+    await asyncio.to_thread(worker.end)
 
 
 def test_connections_without_a_request_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

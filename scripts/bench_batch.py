@@ -1,0 +1,104 @@
+"""Tokens a second of requests that are decoded together, beside the same requests one after another.
+
+    python export/build.py --batch 4 --out build/batch
+    python scripts/bench_batch.py build/batch
+
+Every level answers as many questions as its batch has rows, on one thread, both ways in turn; answers must be equal.
+`decoding` leaves out what reading the prompts takes, which is the same both ways.
+"""
+
+from __future__ import annotations
+
+import installed  # noqa: F401
+
+# isort: split
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.progress import track
+
+import runtime
+from engines import bundle as bundles
+from engines.errors import Parser, UserError, command, positive
+from reporting import choice, markdown
+from runtime.generate import Result
+from runtime.model import VLM
+from runtime.sampling import Sampling
+from runtime.scheduler import Scheduler
+
+QUESTION = "is there a red circle in the image ?"
+READING = ("load", "images", "vision", "prefill", "extend")
+
+
+@dataclass(frozen=True)
+class Took:
+    """Seconds of some requests: all in all, and without reading the prompts."""
+
+    whole: float
+    decoding: float
+
+
+def measure(vlm: VLM, rows: int, tokens: int, together: bool) -> tuple[Took, list[list[int]]]:
+    """Ask as many questions as there are rows -> the seconds, and the answers' tokens."""
+    scheduler = Scheduler(rows if together else 1)
+    samplings = [Sampling(temperature=1.0, seed=seed) for seed in range(rows)]
+    start = time.perf_counter()
+    streams = [vlm.stream(QUESTION, [], tokens, ignore_eos=True, sampling=sampling) for sampling in samplings]
+    results: list[Result] = [each.result for each in scheduler.run(map(scheduler.submit, streams))]
+    whole = time.perf_counter() - start
+    reading = sum(result.stats.seconds.get(part, 0.0) for result in results for part in READING)
+    return Took(whole, whole - reading), [result.tokens for result in results]
+
+
+def compare(vlm: VLM, rows: int, tokens: int, times: int) -> list[str]:
+    """A line of the table: medians, and of the ratios of each time the median."""
+    ways: dict[bool, list[Took]] = {False: [], True: []}
+    for again in range(times + 1):  # the first loads the graphs
+        answers = {}
+        for together in ways:
+            took, answers[together] = measure(vlm, rows, tokens, together)
+            if again:
+                ways[together].append(took)
+        if answers[False] != answers[True]:
+            raise UserError(f"level {vlm.level}: answers differ when they are decoded together")
+    line = [vlm.level, str(rows)]
+    for part in ("decoding", "whole"):
+        alone, many = ([getattr(took, part) for took in ways[together]] for together in (False, True))
+        line += [f"{rows * tokens / median(seconds):.0f}" for seconds in (alone, many)]
+        line += [f"{median(a / b for a, b in zip(alone, many, strict=True)):.2f}"]
+    return line
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path, help="built with --batch")
+    parser.add_argument("--levels", metavar="A,B", help="default: all")
+    parser.add_argument("--tokens", type=positive, default=60, metavar="N", help="of an answer; default: 60")
+    parser.add_argument("--times", type=positive, default=7, metavar="N", help="measured; default: 7")
+    return parser.parse_args(argv)
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    manifest = bundles.read(arguments.bundle).manifest
+    if manifest.batch == 1:
+        raise UserError(f"{arguments.bundle} decodes one request at a time: build it with --batch 4")
+    known = list(manifest.levels)
+    lines = [["level", "requests", *(f"{part}: {what}" for part in ("decoding", "whole")
+             for what in ("alone, tokens/s", "together", "ratio"))]]  # fmt: skip
+    for level in track(choice(arguments.levels, known, "level") if arguments.levels else known, "measuring"):
+        vlm = runtime.open(arguments.bundle, "ort", level, threads=1)
+        rows = max(bucket.batch for bucket in manifest.levels[level].buckets)
+        lines.append(compare(vlm, rows, arguments.tokens, arguments.times))
+    print("\n".join(markdown(lines)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
