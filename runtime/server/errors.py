@@ -29,6 +29,7 @@ class Refused(Exception):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message = " ".join(message.splitlines())  # what it quotes of the request may have several
         super().__init__(message)
         self.status, self.message, self.code, self.param, self.headers = status, message, code, param, headers
 

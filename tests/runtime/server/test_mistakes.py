@@ -59,6 +59,10 @@ def with_url(url: Any) -> dict[str, Any]:
             {"model": "bundle", "messages": [{"role": "user", "content": [{"type": "audio"}]}]},
             "messages.0.content.0: Input tag 'audio'",
         ),
+        (
+            {"model": "bundle", "messages": [{"role": "user", "content": [{"type": "a\nb"}]}]},
+            "messages.0.content.0: Input tag 'a b'",
+        ),
         (with_url(3), "messages.0.content.0.image_url.url: Input should be a valid string"),
         ({"model": "bundle", "messages": [{"role": "user", "content": 3}]}, "messages.0.content: Input should be"),
         ({"model": "bundle", "messages": [{"role": "user", "content": " "}]} | {"max_tokens": 0}, "max_tokens"),
