@@ -189,6 +189,8 @@ class Device:
 
     def send(self, arrays: Mapping[str, np.ndarray]) -> dict[str, DeviceArray]:
         """The host's arrays, on the GPU."""
+        if not arrays:
+            return {}
         layout = Layout.of({name: (array.dtype, array.shape) for name, array in arrays.items()})
         block, stage = self.take(layout.nbytes), self.take(layout.nbytes, pinned=True)
         for name, at in layout.cut(stage).items():

@@ -110,17 +110,21 @@ def load(
         UserError: TensorRT refuses it, and what rebuilds it.
     """
     module, logger, service = _service(backend)
-    plan = next(plan for plan in bundle.manifest.plans if (plan.backend, plan.graph) == (backend, graph))
-    if plan.plugins:
+    built = next(plan for plan in bundle.manifest.plans if (plan.backend, plan.graph) == (backend, graph))
+    if built.plugins:
         trt_plugins.load(module, logger, str(library))
     logger.errors.clear()
-    file = bundle.file(plan.file)
-    engine = service.deserialize_cuda_engine(np.memmap(file, np.uint8, "r"))  # mapped: on a Jetson a copy is GPU memory
+    file = bundle.file(built.file)
+    try:
+        plan = np.memmap(file, np.uint8, "r")  # on a Jetson a copy would take the GPU's memory
+    except (OSError, ValueError) as error:  # a file without a byte
+        raise UserError(f"{file} cannot be read: {one_line(error)}: {trt.rebuild(backend, bundle)}") from error
+    engine = service.deserialize_cuda_engine(plan)
     if engine is None:
         why = "; ".join(logger.errors[:1]) or "it gave no reason"
         raise UserError(f"{file}: TensorRT does not load this plan: {why}: {trt.rebuild(backend, bundle)}")
-    name = f"{trt.table(backend).title} {plan.version}"
-    return TrtSession(plan.file, name, module, engine, cuda.device(), wanted, captured)
+    name = f"{trt.table(backend).title} {built.version}"
+    return TrtSession(built.file, name, module, engine, cuda.device(), wanted, captured)
 
 
 @functools.cache

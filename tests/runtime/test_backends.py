@@ -99,6 +99,15 @@ def test_a_plan_that_tensorrt_refuses(planned: Bundle, monkeypatch: pytest.Monke
     assert line.endswith(trt.rebuild("trt", planned))
 
 
+def test_a_plan_without_a_byte(planned: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_standin.with_tensorrt(monkeypatch)
+    for plan in planned.manifest.plans:
+        planned.file(plan.file).write_bytes(b"")
+    line = refusal(changed(planned, lambda plan: plan))
+    assert ".trt.plan cannot be read: " in line
+    assert line.endswith(trt.rebuild("trt", planned))
+
+
 def test_a_damaged_plan(planned: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_standin.with_tensorrt(monkeypatch)
     file = planned.file(planned.manifest.plans[0].file)
