@@ -15,6 +15,7 @@ from functools import partial
 
 from engines.errors import UserError
 from runtime.generate import Result, TextStream
+from runtime.memory import OverBudget
 from runtime.sampling import Logprob
 from runtime.scheduler import Answering, Scheduler
 from runtime.server.errors import CLOSING, INTERNAL, Refused, mistake
@@ -68,8 +69,12 @@ class Job:
             if isinstance(event, Result):
                 return
 
-    def go_on(self, scheduler: Scheduler, answered: Callable[[Job, Result], None]) -> bool:
-        """Begin, or tell what is new, in the worker's thread -> whether it has ended, and its place is given up."""
+    def go_on(self, scheduler: Scheduler, answered: Callable[[Job, Result], None], alone: bool) -> bool:
+        """Begin, or tell what is new, in the worker's thread -> whether it has ended, and its place is given up.
+
+        Raises:
+            OverBudget: it is not alone, and finds room to begin when others have ended.
+        """
         event: Result | Refused
         try:
             if self._answer is None:
@@ -82,6 +87,8 @@ class Job:
         except Refused as refused:
             event = refused
         except UserError as error:
+            if isinstance(error, OverBudget) and error.waits and not alone:
+                raise
             event = mistake(error)
         except Exception:
             log.exception("a request failed")
@@ -219,15 +226,25 @@ class Worker:
             self._places.discard(place)
 
     def _work(self) -> None:
+        short = False  # of memory, until an answer has ended
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._running or self._ended)
                 if not self._jobs and not self._running:
                     return
-                if self._jobs and self.scheduler.takes:
+                if self._jobs and self.scheduler.takes and not short:
                     self._running[self._jobs.popleft()] = time.perf_counter()
             for job, since in self._running.copy().items():
-                if job.go_on(self.scheduler, self._answered):
+                try:
+                    ended = job.go_on(self.scheduler, self._answered, alone=len(self._running) == 1)
+                except OverBudget:
+                    short = True
+                    with self._changed:
+                        del self._running[job]
+                        self._jobs.appendleft(job)
+                    continue
+                if ended:
+                    short = False
                     with self._changed:
                         del self._running[job]
                     self.seconds += (time.perf_counter() - since - self.seconds) / 8

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from engines import bundle as bundles
+from runtime import memory, probe
+from runtime.memory import MIB, Cost
 from runtime.model import VLM
 from runtime.server.levels import Levels
 from tests.runtime.asking import image
@@ -115,6 +118,28 @@ def test_a_client_that_leaves_gives_its_row_to_one_that_waits(
     assert not any(each.done() for each in others)
     reading.set()
     assert [each.result()[0] for each in others] == [200, 200]
+
+
+def test_what_finds_no_room_beside_others_waits_for_them(
+    of_batch: Callable[[int], Path], pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget of 300 MiB, of which 100 are in use, and answers that take more than 100 each."""
+    graphs = bundles.read(of_batch(3)).manifest.graphs
+    monkeypatch.setattr(probe, "costs", lambda *_: {name: Cost(MIB, 100 * MIB) for name in graphs})
+    monkeypatch.setattr(memory, "resident", lambda: 100 * MIB)
+    monkeypatch.setattr(memory, "settle", lambda: None)
+    vlm = VLM.open(of_batch(3), level="tight", threads=1, memory_budget="300MiB")
+    with serving(Levels(vlm)) as served:
+        endless(served, monkeypatch)
+        step = served.worker.scheduler.step
+        monkeypatch.setattr(served.worker.scheduler, "step", lambda: (threading.Event().wait(0.01), step()))
+        answers = [pool.submit(served.chat, question("what is it", max_tokens=n)) for n in (50, 40, 30)]
+        until(lambda: served.worker.waiting == 2 and metrics(served)["memory_refused_total"] == 1)
+        assert served.worker.running == 1
+        for each, tokens in zip(answers, (50, 40, 30), strict=True):
+            status, _, body = each.result()
+            assert (status, body["usage"]["completion_tokens"]) == (200, tokens)
+        until(lambda: served.worker.here == 0)
 
 
 def test_a_shutdown_lets_all_rows_end(
