@@ -4,12 +4,12 @@
     python scripts/serve_ray.py BUNDLE --replicas 1 --max-replicas 4 --target 3
     python scripts/serve_ray.py BUNDLE --replicas 8 --address auto        # on the Ray cluster that is running
 
-Every replica is a process with the server of `python -m runtime serve` and answers one request at a time. Requests of a
-conversation that bear the same header X-Session-ID go to the same replica while it is there and has a place free (by
-consistent hashing: another replica more or less moves few of them); others go to any. The header X-Replica-ID of an
-answer tells which it was. Up to --max-replicas there are as many as it takes for each to have --target requests, those
-that wait among them. Each has its own /metrics: what is asked there is told by any one of them. On a cluster, the
-bundle and this project lie at the same place on every node.
+Every replica is a process with the server of `python -m runtime serve`. Requests of a conversation that bear the same
+header X-Session-ID go to the same replica while it is there and has a place free (by consistent hashing: another
+replica more or less moves few of them); others go to any. The header X-Replica-ID of an answer tells which it was. Up
+to --max-replicas there are as many as it takes for each to have --target requests, those that wait among them. Each has
+its own /metrics: what is asked there is told by any one of them. --memory-budget is each replica's, and what Ray keeps
+free for it. On a cluster, the bundle and this project lie at the same place on every node.
 
 Needs two extras: pip install '.[serve,ray]'
 """
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.errors import Parser, UserError, command, one_line, positive
+from runtime.memory import parse_size
 from runtime.server import command as server
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def application(arguments: argparse.Namespace, token: str) -> Any:
         serve.ingress(build)(),
         name=Path(a.bundle).name,
         **{"autoscaling_config": scaling} if a.max_replicas > a.replicas else {"num_replicas": a.replicas},
-        max_ongoing_requests=a.queue + 1,
+        max_ongoing_requests=a.queue + a.rows,
         max_queued_requests=a.queue,  # of those that no replica takes; what is more gets
         backpressure_config={"status_code": 429, "retry_after_s": 1.0},
         request_router_config={"request_router_class": ROUTER},
@@ -93,13 +94,17 @@ def application(arguments: argparse.Namespace, token: str) -> Any:
 def fit(arguments: argparse.Namespace, bundle: Bundle, resources: dict[str, float]) -> None:
     """Share the cores out where no number of threads is given, and refuse what would never start.
 
+    Sets also what a replica may take of memory, and how many requests it answers at once.
+
     Args:
         resources: of the cluster, as Ray counts them.
     """
     a, cores, memory = arguments, int(resources.get("CPU", 0)), int(resources.get("memory", 0))
     most = a.replicas if a.address else a.max_replicas  # a cluster may grow
     a.threads = a.threads or max(1, cores // most)
-    a.memory = sum(file.bytes for file in bundle.manifest.files.values()) + PROCESS
+    a.rows = bundle.manifest.batch
+    files = sum(file.bytes for file in bundle.manifest.files.values())
+    a.memory = parse_size(a.memory_budget) if a.memory_budget else files + PROCESS
     if most * a.threads > cores:
         raise UserError(f"{most} replicas of {a.threads} threads need {most * a.threads} cores, and there are {cores}: "
                         "give fewer replicas or --threads")  # fmt: skip

@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused_before_it_starts(path: Path) -> None:
     bundle = bundles.read(path)
 
     def fitted(**changes: Any) -> argparse.Namespace:
-        given = {"replicas": 1, "max_replicas": 2, "threads": None, "address": None} | changes
+        given = {"replicas": 1, "max_replicas": 2, "threads": None, "address": None, "memory_budget": None} | changes
         arguments = argparse.Namespace(**given)
         serve_ray.fit(arguments, bundle, FEW)
         return arguments
@@ -130,6 +130,8 @@ def test_what_does_not_fit_is_refused_before_it_starts(path: Path) -> None:
     assert fitted().threads == 2
     assert fitted(max_replicas=4).threads == 1
     assert fitted(threads=2).memory > sum(file.bytes for file in bundle.manifest.files.values())
+    assert fitted(memory_budget="300MiB").memory == 300 << 20
+    assert fitted().rows == 1
     with pytest.raises(UserError, match="5 replicas of 1 threads need 5 cores, and there are 4: give fewer"):
         fitted(max_replicas=5)
     assert fitted(max_replicas=5, address="auto").threads == 4
@@ -139,7 +141,11 @@ def test_what_does_not_fit_is_refused_before_it_starts(path: Path) -> None:
     with pytest.raises(
         UserError, match=r"4 replicas of \d+ MiB do not fit into the 953 MiB that Ray has: give at most 3"
     ):
-        serve_ray.fit(argparse.Namespace(replicas=4, max_replicas=4, threads=1, address=None), bundle, FEW_MEMORY)
+        serve_ray.fit(
+            argparse.Namespace(replicas=4, max_replicas=4, threads=1, address=None, memory_budget=None),
+            bundle,
+            FEW_MEMORY,
+        )
 
 
 def test_mistakes(
