@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,8 +93,7 @@ class VLM:
         self.admission = admit.Admission(bundle, memory, self._lines, self.level_for) if memory else None
         self._sessions: dict[str, Session] = memory.loaded if memory else {}
         self._loading = memory.loading if memory else threading.Lock()
-        tokens = self.model.image_tokens
-        self._gates = {name: VisualGate(known, tokens, memory) for name, known in manifest.levels.items()}
+        self._gates = {name: VisualGate(own, self.model.image_tokens, memory) for name, own in manifest.levels.items()}
 
     @classmethod
     def open(
@@ -128,10 +127,8 @@ class VLM:
         sampling: Sampling = GREEDY,
     ) -> Result:
         """The whole answer; see `stream`."""
-        text = self.stream(
-            prompt, images, max_new_tokens, ignore_eos, question_later, sampling, on_restart=lambda: None
-        )
-        for _ in text:
+        asked = prompt, images, max_new_tokens, ignore_eos, question_later, sampling
+        for _ in (text := self.stream(*asked, on_restart=lambda: None)):
             pass
         return text.result
 
@@ -283,10 +280,9 @@ class VLM:
         context.position, context.begins = context.position + 1, ends
         return ""
 
-    def place(self, arrays: dict[str, np.ndarray]) -> dict[str, Array]:
+    def place(self, arrays: dict[str, np.ndarray]) -> Mapping[str, Array]:
         """A state's arrays where the graphs take them without a copy in each call."""
-        placed: dict[str, Array] = {**arrays}
-        return {**self._device.place(arrays)} if self._device else placed
+        return self._device.place(arrays) if self._device else arrays
 
     @property
     def tokenizer(self) -> Tokenizer:
