@@ -119,9 +119,9 @@ TILE = 128  # tokens whose weights the CPU kernel with VNNI rounds together
 def rounding(x: dict[str, np.ndarray], scale: float, bits: tuple[int, int] = (8, 8)) -> list[np.ndarray]:
     """How far 16-bit queries and weights, the CPU kernel's with VNNI, may take each output from the exact one.
 
-    A query times its keys' scales is rounded by half a step, 1 / 32639 of its largest number: a logit then errs by that
+    A query times its keys' scales is rounded by half a step, 1 / 32767 of its largest number: a logit then errs by that
     times the sum of the token's codes, an attention by twice the largest such error, relative to itself. A weight
-    times its value's scale is rounded by half of 1 / 65535 of the largest of its tile.
+    times its value's scale is rounded by half of 1 / 32767 of the largest of its tile.
     """
     query, bias = x["query"].astype(np.float64) * scale, x["store_bias"].astype(np.float64)
     batch, heads, queries, dim = query.shape
@@ -130,7 +130,7 @@ def rounding(x: dict[str, np.ndarray], scale: float, bits: tuple[int, int] = (8,
     both = [_codes_and_scales(x, name, width, dim) for name, width in zip(("key", "value"), bits, strict=True)]
     codes, scales = zip(*both, strict=True)
     largest = np.abs(query[..., None, :] * scales[0][:, :, None]).max(-1)  # [batch, kv_heads, rows, slots]
-    error = (largest / 32639 / 2 * np.abs(codes[0]).sum(-1)[:, :, None]).max(-1, initial=0)
+    error = (largest / 32767 / 2 * np.abs(codes[0]).sum(-1)[:, :, None]).max(-1, initial=0)
     logits = query @ (codes[0] * scales[0]).swapaxes(-1, -2) + np.maximum(bias, -1e4)[:, :, None]
     in_window = query @ x["key_window"].astype(np.float64).swapaxes(-1, -2)
     window_bias = np.maximum(x["window_bias"].astype(np.float64), -1e4)
@@ -143,7 +143,7 @@ def rounding(x: dict[str, np.ndarray], scale: float, bits: tuple[int, int] = (8,
     for start in range(0, slots, TILE):
         tile = slice(start, start + TILE)
         top = (attention[..., tile, None] * np.abs(scales[1])[:, :, None, tile]).max(-2)
-        output += top / 65535 / 2 * np.abs(codes[1])[:, :, None, tile].sum(-2)
+        output += top / 32767 / 2 * np.abs(codes[1])[:, :, None, tile].sum(-2)
     mass = (every * relative[..., None]).reshape(batch, kv_heads, -1, queries, every.shape[-1]).mean(2).sum(2)
     return [output.reshape(x["query"].shape), mass[..., :slots], mass[..., slots:]]
 

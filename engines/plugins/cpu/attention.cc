@@ -95,10 +95,10 @@ int unicache_cpu_quant_kv_attention(const UnicacheAttention* arguments, const ch
     if (!memory) return UNICACHE_NO_MEMORY;
     job.output = memory, job.largest = memory + output, job.total = job.largest + states;
     if (mass) job.weights = job.total + states, job.tops = job.weights + weights;
-    // Queries four times, a tile and its scales; a row's digits and sums; weights thrice; biases of every query; a few
-    // single rows and columns.
-    job.scratch = (4 * job.rows + 2 * TILE + 9) * job.width + 82 * job.rows + (3 * job.rows + a.queries + 4) * TILE +
-                  2 * (job.width + up(job.rows, ALIGN)) + ALIGN;
+    // Queries, and their sets as floats and as whole numbers; two tiles and a row of floats; totals; weights thrice and
+    // biases of every query; a few single rows and columns.
+    job.scratch = (job.rows + 2 * TILE + 1) * job.width + SETS * job.rows * (job.width + STRIDE / 2 + 2) +
+                  (3 * job.rows + a.queries + 4) * TILE + 16 * job.rows + 2 * (job.width + up(job.rows, ALIGN));
 
     if (rows * (a.slots + a.window) * a.head_dim < WORTH_THREADS) threads = nullptr;
     int error = share_out(job, path->attend, threads);

@@ -14,6 +14,8 @@ namespace unicache {
 constexpr int64_t TILE = 128;            // tokens that a path works on at a time
 constexpr int64_t PART = 2048;           // slots of a KV head that one task attends to: a whole number of tiles
 constexpr int64_t MOST_CHANNELS = 512;  // of rows that are read as codes, and not unpacked
+constexpr int64_t SETS = TILE / 16;      // of scaled queries: for as many blocks of keys as a tile may have
+constexpr int64_t STRIDE = MOST_CHANNELS + 64;  // of a row of queries as whole numbers of 16 bits
 constexpr int64_t ALIGN = 16;            // floats: what starts at a multiple of it starts a cache line
 
 // One call. A KV head has `parts` parts: stretches of its store, and its window, the last. Each is attended to by

@@ -149,14 +149,11 @@ INLINE void with_rows(const Rows& rows, Scales scales, int64_t readers, int64_t 
 
 // Logits [rows, TILE] -> weights relative to the largest logit of their row so far. `bias`: of row r % biases.
 // `totals`: of earlier weights, [rows, LANES]. `shrink`: what all earlier sums of a row are scaled by. In two loops, so
-// that rows do not wait for one another. Asks for so many lines of memory on the way, evenly: memory is busy then too.
+// that rows do not wait for one another.
 INLINE void online_softmax(const float* factors, const float* bias, int64_t biases, int64_t tokens, int64_t rows,
-                           float* weights, float* largest, float* totals, float* shrink, const int8_t* ask,
-                           int64_t lines) {
-    const int64_t each = (lines + 2 * rows - 1) / (2 * rows);
+                           float* weights, float* largest, float* totals, float* shrink) {
     for (int64_t r = 0, query = 0; r < rows; r++, query = query + 1 < biases ? query + 1 : 0) {
         float *row = weights + r * TILE, before = largest[r];
-        for (int64_t i = 0; i < each; i++, ask += 64) __builtin_prefetch(ask);
         const float* of_row = bias + query * TILE;
         for (int64_t t = tokens; t < TILE; t++) row[t] = 0;  // and a bias that leaves nothing of them
         Vec most = fill(before);
@@ -170,7 +167,6 @@ INLINE void online_softmax(const float* factors, const float* bias, int64_t bias
     }
     for (int64_t r = 0; r < rows; r++) {
         Vec sum = load(totals + r * LANES) * fill(shrink[r]);
-        for (int64_t i = 0; i < each; i++, ask += 64) __builtin_prefetch(ask);
         for (int64_t t = 0; t < TILE; t += LANES) {
             const Vec weight = power_of_two((load(weights + r * TILE + t) - fill(largest[r])) * fill(1.44269504f));
             store(weights + r * TILE + t, weight);
@@ -198,7 +194,7 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
     const Rows keys = window ? window_rows(a, a.key_window, head) : store_rows(a, a.key, head);
     const Rows values = window ? window_rows(a, a.value_window, head) : store_rows(a, a.value, head);
     const Scales key_scales = of_keys(keys);
-    Scales value_scales = of_values(values);
+    const Scales value_scales = of_values(values);
     const int64_t begin = window ? 0 : part * PART, end = window ? a.window : least(begin + PART, a.slots);
     const int64_t biases = window ? a.queries : 1;  // of a token: the window has one for each query
 
@@ -212,7 +208,7 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
     float* const factored[2] = {scratch.take(rows * TILE), scratch.take(rows * TILE)};
     float *output = job.output + state * width, *largest = job.largest + state;
     float *totals = scratch.take(rows * LANES), *total = job.total + state;
-    QueryRows queries(scratch.take(QueryRows::room(rows, width)), rows, width);
+    QueryRows queries(scratch.take(QueryRows::room(rows, width)), rows, width, keys, key_scales);
 
     for (int64_t r = 0; r < rows; r++) {
         float* q = query + r * width;
@@ -222,30 +218,29 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
         largest[r] = NOTHING;
         store(totals + r * LANES, fill(0));
     }
-    const bool taken = QueryRows::takes(keys, key_scales);
-    if (key_scales != Scales::folded) queries.set(query, nullptr, rows, taken);
+    if (key_scales != Scales::folded) queries.set(query, nullptr);
     for (int64_t d = 0; d < width; d++) by[d] = 0;
     for (int64_t t = 0; t < TILE; t++) factors[t] = ones[t] = shared[0][t] = shared[1][t] = 1;
 
-    if (!QueryRows::SIGNED_WEIGHTS && value_scales == Scales::factors && begin < end &&
-        values.smallest_scale(begin, end - begin, room) < 0)
-        value_scales = Scales::unpacked;
-
-    int64_t in_query = -1;  // the block of tokens whose scales are in `scaled`
+    int64_t in_query = -1;  // the last block of tokens whose scales are in a set of queries
     for (int64_t start = begin, tokens; start < end; start += tokens) {
         tokens = least(TILE, end - start);
         const int64_t tile_number = head * job.tiles + (window ? (a.slots + TILE - 1) / TILE : 0) + start / TILE;
         float* weights = job.weights ? job.weights + tile_number * rows * TILE : unkept;
 
+        if (key_scales == Scales::folded)
+            for (int64_t last = (start + tokens - 1) / keys.tokens_each; in_query < last;) {
+                in_query = in_query < start / keys.tokens_each ? start / keys.tokens_each : in_query + 1;
+                keys.channel_scales(in_query, by);
+                queries.use(in_query % SETS);
+                queries.set(query, by);
+            }
         with_rows<QueryRows>(keys, key_scales, rows, start, tokens, width, by, tile, [&](const auto& source) {
             for (int64_t first = 0, last = tokens; first < tokens; first = last, last = tokens) {
                 if (key_scales == Scales::folded) {
                     const int64_t block = (start + first) / keys.tokens_each;
                     last = least(tokens, (block + 1) * keys.tokens_each - start);
-                    if (block != in_query) {
-                        keys.channel_scales(in_query = block, by);
-                        queries.set(query, by, rows, taken);
-                    }
+                    queries.use(block % SETS);
                 }
                 all_logits(queries, rows, source, first, last, weights);
             }
@@ -265,9 +260,7 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
             for (int64_t t = 0; t < TILE; t += LANES) store(of + t, maximum(fill(LOWEST), load(of + t)));
             for (int64_t t = tokens; t < TILE; t++) of[t] = NOTHING;
         }
-        const int64_t ahead = QueryRows::takes(values, value_scales) ? TILE * values.bytes / 64 / 2 : 0;
-        online_softmax(factors, bias, biases, tokens, rows, weights, largest, totals, shrink,
-                       values.codes + (ahead ? (start + TILE) * values.bytes : 0), ahead);
+        online_softmax(factors, bias, biases, tokens, rows, weights, largest, totals, shrink);
         if (job.weights) memcpy(job.tops + tile_number * rows, largest, rows * sizeof(float));
 
         if (value_scales == Scales::factors) values.load_scales(start, tokens, room);
@@ -314,6 +307,8 @@ void finish(const Job& job, int64_t head, int64_t part, float* memory) {
     const UnicacheAttention& a = job.a;
     const bool window = part + 1 == job.parts;
     const int64_t begin = window ? 0 : part * PART, end = window ? a.window : least(begin + PART, a.slots);
+    void* const mass = window ? a.window_mass : a.store_mass;
+    if (!window && !mass) return;
     Scratch scratch{memory};
     float *largest = scratch.take(job.rows), *total = scratch.take(job.rows), *sum = scratch.take(job.width);
     for (int64_t r = 0; r < job.rows; r++) whole_row(job, head, r, largest[r], total[r]);
@@ -327,7 +322,6 @@ void finish(const Job& job, int64_t head, int64_t part, float* memory) {
         narrow(sum, a.head_dim, a.output, a.type, (head * job.rows + r) * a.head_dim);
     }
 
-    void* const mass = window ? a.window_mass : a.store_mass;
     for (int64_t start = begin; mass && start < end; start += TILE) {
         const int64_t tile = head * job.tiles + (window ? (a.slots + TILE - 1) / TILE : 0) + start / TILE;
         float received[TILE] = {};

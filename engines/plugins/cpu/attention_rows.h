@@ -67,21 +67,6 @@ struct Rows {
         }
     }
 
-    // Of these tokens. `room`: for some scales.
-    float smallest_scale(int64_t start, int64_t tokens, float* room) const {
-        const int64_t first = start / tokens_each * channel_blocks;
-        const int64_t end = ((start + tokens - 1) / tokens_each + 1) * channel_blocks;
-        Vec most_negated = fill(-INFINITY);
-        for (int64_t i = first; i < end; i += TILE) {
-            const int64_t some = least(TILE, end - i);
-            widen(scales, type, i, some, room);
-            for (int64_t j = some; j < TILE; j++) room[j] = room[0];
-            for (int64_t j = 0; j < TILE; j += LANES)
-                most_negated = maximum(most_negated, fill(0) - load(room + j));
-        }
-        return -top(most_negated);
-    }
-
     // The scales of some tokens, for `of_tokens` to choose from.
     const float* load_scales(int64_t start, int64_t tokens, float* out) const {
         const int64_t first = start / tokens_each, last = (start + tokens - 1) / tokens_each;
@@ -132,17 +117,18 @@ Rows window_rows(const UnicacheAttention& a, const void* window, int64_t head) {
 // How the scales of keys or values are multiplied in.
 enum class Scales { none, folded, factors, unpacked };
 
-// Query rows, whose every float is multiplied with what comes from a tile.
+// Query rows, whose every float is multiplied with what comes from a tile, in SETS.
 struct Queries {
-    static constexpr bool SIGNED_WEIGHTS = true;  // what this path takes, of codes
     const float* rows;
-    int64_t width;
-    float* scaled;
+    const int64_t count, width;
+    float *const memory, *scaled;
 
-    static int64_t room(int64_t rows, int64_t width) { return rows * width; }  // floats of memory
-    Queries(float* memory, int64_t, int64_t width) : rows(nullptr), width(width), scaled(memory) {}
+    static int64_t room(int64_t rows, int64_t width) { return SETS * rows * width; }  // floats of memory
+    Queries(float* memory, int64_t rows, int64_t width, const Rows&, Scales)
+        : rows(nullptr), count(rows), width(width), memory(memory), scaled(memory) {}
+    void use(int64_t set) { rows = scaled = memory + set * count * width; }
     // `by`: factors of the channels, or null.
-    void set(const float* queries, const float* by, int64_t count, bool) {
+    void set(const float* queries, const float* by) {
         rows = by ? scaled : queries;
         for (int64_t r = 0; by && r < count * width; r += width)
             for (int64_t d = 0; d < width; d += LANES)

@@ -1,4 +1,4 @@
-// Codes as bytes, and numbers as bytes: what the path for AVX-512 with VNNI is made of.
+// Codes widened to 16 bits, and numbers of 16 bits: what the path for AVX-512 with VNNI is made of.
 #pragma once
 #include "avx512.h"
 
@@ -8,17 +8,21 @@ namespace {
 
 typedef long long Bytes __attribute__((vector_size(64)));  // not __m512i, arrays of which GCC keeps in memory
 typedef int32_t Sums __attribute__((vector_size(64)));
-constexpr int DIGITS = 2;        // bytes of a number, the lowest first
-constexpr int BLOCK = 64;        // channels
+constexpr float TOP = 32767;     // the largest number of 16 bits
 constexpr float LEAST = 1e-30f;  // of a row's largest number: its inverse is finite
-constexpr float SIGNED_TOP = 127 * 256 + 127, UNSIGNED_TOP = 65535;  // the largest numbers of two digits
 
-INLINE Sums dot(Sums sum, Bytes unsigned_bytes, Bytes signed_bytes) {
-    return (Sums)_mm512_dpbusd_epi32((Bytes)sum, unsigned_bytes, signed_bytes);
-}
+// sum + a * b of the low halves of each lane + of the high halves.
+INLINE Sums dot(Sums sum, Bytes a, Bytes b) { return (Sums)_mm512_dpwssd_epi32((Bytes)sum, a, b); }
 INLINE Vec floats(Sums x) { return _mm512_cvtepi32_ps((Bytes)x); }
 INLINE Bytes load_bytes(const void* from) { return _mm512_loadu_si512(from); }
-INLINE __m256i load_half(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+INLINE Sums everywhere(int32_t x) { return (Sums)_mm512_set1_epi32(x); }
+INLINE Bytes everywhere(const int16_t* two) {
+    int32_t both;
+    memcpy(&both, two, sizeof both);
+    return (Bytes)everywhere(both);
+}
+// So many of a mask's 64, 32 or 16 bits, from none to all of them.
+INLINE uint64_t first_of(int64_t many) { return many <= 0 ? 0 : many >= 64 ? ~0ull : (1ull << many) - 1; }
 
 // Lane i of the result: all lanes of x[i] put together.
 template <class T, class F>
@@ -39,12 +43,6 @@ INLINE Vec finite_or_nan(Sums x) {
     return fma(largest, fill(0), largest);
 }
 
-// Bytes of four vectors of whole numbers that were packed twice.
-INLINE Bytes in_order(Bytes x) {
-    const Bytes order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return _mm512_permutexvar_epi32(order, x);
-}
-
 // Of the result of `fold`, whose quarters are alike: one of its lanes everywhere, and its first lanes.
 template <int LANE>
 INLINE Vec of_four(Vec x) {
@@ -53,6 +51,13 @@ INLINE Vec of_four(Vec x) {
 template <int N, class T>
 INLINE void store_four(void* to, T x) {
     _mm_mask_storeu_epi32(to, (1 << N) - 1, _mm512_castsi512_si128((Bytes)x));
+}
+
+// a's and b's whole numbers as 16 bits each; of every four the first, the third, the second and the fourth, as `dot` is
+// to have them beside the bytes of a lane.
+INLINE Bytes packed(Bytes a, Bytes b) {
+    const Bytes all = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packs_epi32(a, b));
+    return _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(all, 0xd8), 0xd8);
 }
 
 // So many rows; where fewer are left, a copy of those, with anything behind.
@@ -64,58 +69,91 @@ struct Whole {
     }
 };
 
-// Rows of codes. Of 4 bits, they become the high halves of bytes: codes 16 times as large.
-enum Kind { EIGHT_BITS, FOUR_BITS_OF_64, FOUR_BITS };
-
-template <Kind KIND>
+// Rows of codes, each of BYTES, or of any number where that is 0. Of four bytes in a lane, codes are widened in pairs,
+// as `dot` takes them: pair 0 is of bytes 0 and 2, pair 1 of bytes 1 and 3; of 4 bits these are the low halves, and the
+// high ones are pairs 2 and 3. Low halves are larger by 8.
+template <int BITS, int BYTES>
 struct Blocks {
-    static constexpr bool FOUR = KIND != EIGHT_BITS;
-    static constexpr int RUN = FOUR ? 32 : BLOCK;  // channels of values that are multiplied together
-    static constexpr int EACH = FOUR ? 1 : 2;      // parts of a run that may have weights of their own
-    static constexpr float UNIT = FOUR ? 1.f / 16 : 1;
+    static constexpr bool FOUR = BITS == 4;
+    static constexpr int PAIRS = FOUR ? 4 : 2, STEP = FOUR ? 8 : 4;
+    static constexpr int RUN = FOUR ? 32 : 64;  // bytes of values that are multiplied together: 64 channels,
+    static constexpr int EACH = 2;              // in two parts that may have weights of their own
     const int8_t* rows;
-    int64_t bytes, half;  // of a row, and its channels
+    int64_t bytes, half;  // of a row
+    int64_t row_bytes() const { return BYTES ? BYTES : bytes; }
     static constexpr int64_t least_run() { return RUN; }
-    static constexpr int64_t channel(int64_t first, int part) { return first + part * BLOCK / 2; }
+    int64_t channel(int64_t first, int part) const { return first + part * (FOUR ? bytes : 32); }
 
-    // For a line of the second half of the next tile of values, as this one's token `t` comes; the first half is asked
-    // for before, by the softmax.
-    INLINE void ask(int64_t t, int64_t offset) const {
-        __builtin_prefetch(rows + (TILE + TILE / 2 + t / 2) * bytes + offset);
+    template <int PAIR>
+    static INLINE Bytes pair(Bytes x) {
+        if constexpr (!FOUR)
+            return _mm512_srai_epi16(PAIR ? x : _mm512_slli_epi16(x, 8), 8);
+        else if constexpr (PAIR < 2)
+            return (PAIR ? _mm512_srli_epi16(x, 8) : x) & _mm512_set1_epi16(15);
+        else
+            return _mm512_srai_epi16(PAIR == 3 ? x : _mm512_slli_epi16(x, 8), 12);
     }
 
-    // Codes of channels from 64 b, larger by 128. Of 64 channels of 4 bits, a row has the low and the high halves of 32
-    // bytes; of more, a block is the low or the high halves of 64.
-    INLINE Bytes get(const int8_t* row, int64_t b) const {
-        const Bytes top = _mm512_set1_epi8(-128);
-        if constexpr (!FOUR) return _mm512_xor_si512(load_bytes(row + b * BLOCK), top);
-        Bytes x, high;  // codes of high halves are not larger by 8 yet, those of low halves are
-        if constexpr (KIND == FOUR_BITS_OF_64) {
-            const Bytes low = _mm512_zextsi256_si512(_mm256_set1_epi8(-1));
-            x = _mm512_sllv_epi64(_mm512_broadcast_i64x4(load_half(row)), low & 4);
-            high = ~low;
-        } else {
-            const bool above = b * BLOCK >= bytes;
-            high = _mm512_set1_epi8(above ? -1 : 0);
-            x = _mm512_sll_epi64(load_bytes(row + b * BLOCK - (above ? bytes : 0)), _mm_cvtsi32_si128(above ? 0 : 4));
-        }
-        return _mm512_ternarylogic_epi64(x, _mm512_set1_epi8(-16), high & top, 0x6a);  // (a & b) ^ c
-    }
-
-    // Block `b` of the keys of 16 tokens: in out[g][j] a lane is four channels of a token, in quarter i channels
-    // 16 i + 4 j .. + 3 of tokens 4 g .. + 3. Asks for a block of later rows on the way.
-    INLINE void keys(const int8_t* row, int64_t b, const int8_t* ask, Bytes (&out)[4][4]) const {
-        constexpr int LINES = FOUR ? 2 : 4;  // that a block of four rows is
-        repeat<4>([&](auto g) INLINED {
-            repeat<LINES>([&](auto i) INLINED { __builtin_prefetch(ask + ((4 * b + g) * LINES + i) * 64); });
-            const Bytes x = get(row, b), y = get(row + bytes, b);
-            const Bytes z = get(row + 2 * bytes, b), w = get(row + 3 * bytes, b);
-            const Bytes xy = _mm512_unpacklo_epi32(x, y), xy_high = _mm512_unpackhi_epi32(x, y);
-            const Bytes zw = _mm512_unpacklo_epi32(z, w), zw_high = _mm512_unpackhi_epi32(z, w);
-            out[g][0] = _mm512_unpacklo_epi64(xy, zw), out[g][1] = _mm512_unpackhi_epi64(xy, zw);
-            out[g][2] = _mm512_unpacklo_epi64(xy_high, zw_high), out[g][3] = _mm512_unpackhi_epi64(xy_high, zw_high);
-            row += 4 * bytes;
+    // 16 bytes of the keys of 16 tokens: in lane t of out[j] bytes 4 j .. + 3 of token t.
+    INLINE void keys(const int8_t* row, Bytes (&out)[4]) const {
+        Bytes x[4];
+        repeat<4>([&](auto q) INLINED {
+            repeat<4>([&](auto i) INLINED {
+                const __m128i quarter = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i * row_bytes()));
+                x[i] = q == 0 ? (Bytes)_mm512_castsi128_si512(quarter)
+                              : (Bytes)_mm512_mask_broadcast_i32x4(x[i], 0xf << 4 * q, quarter);
+            });
+            row += 4 * row_bytes();
+            // One address after the other, in place of sixteen that registers have no room for.
+            if (!BYTES) asm("" : "+r"(row));
         });
+        const Bytes ab = _mm512_unpacklo_epi32(x[0], x[1]), ab_high = _mm512_unpackhi_epi32(x[0], x[1]);
+        const Bytes cd = _mm512_unpacklo_epi32(x[2], x[3]), cd_high = _mm512_unpackhi_epi32(x[2], x[3]);
+        out[0] = _mm512_unpacklo_epi64(ab, cd), out[1] = _mm512_unpackhi_epi64(ab, cd);
+        out[2] = _mm512_unpacklo_epi64(ab_high, cd_high), out[3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+    }
+
+    // Values of STEP tokens, the 64 channels of the run from byte `first`. Of 8 bits: in quarter q of out[i] lanes are
+    // channels 16 q + 4 i .. of four tokens, one a byte. Of 4 bits: in quarter q of out[2 odd + i] they are bytes
+    // 8 q + 4 i .. of tokens odd, 4 + odd, 2 + odd and 6 + odd. `in`: which bytes of the run a row has.
+    INLINE void values(const int8_t* row, int64_t first, uint64_t in, Bytes (&out)[4]) const {
+        Bytes x[4];
+        row += first;
+        repeat<4>([&](auto i) INLINED {
+            if constexpr (!FOUR) {
+                x[i] = _mm512_maskz_loadu_epi8(in, row + i * bytes);
+            } else {
+                const __mmask32 half = static_cast<__mmask32>(in);
+                const Bytes two =
+                    BYTES ? load_bytes(row)
+                                : (Bytes)_mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(half, row)),
+                                                            _mm256_maskz_loadu_epi8(half, row + bytes), 1);
+                constexpr int turn = i == 1 ? 2 : i == 2 ? 1 : int{i};
+                x[turn] = _mm512_permutexvar_epi32(
+                    _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), two);
+                row += 2 * bytes;
+            }
+        });
+        const Bytes ab = _mm512_unpacklo_epi8(x[0], x[1]), ab_high = _mm512_unpackhi_epi8(x[0], x[1]);
+        const Bytes cd = _mm512_unpacklo_epi8(x[2], x[3]), cd_high = _mm512_unpackhi_epi8(x[2], x[3]);
+        const Bytes a = _mm512_unpacklo_epi16(ab, cd), b = _mm512_unpackhi_epi16(ab, cd);
+        const Bytes c = _mm512_unpacklo_epi16(ab_high, cd_high), d = _mm512_unpackhi_epi16(ab_high, cd_high);
+        out[0] = a, out[FOUR ? 2 : 1] = b, out[FOUR ? 1 : 2] = c, out[3] = d;
+    }
+    // Those sums in the order of their channels: 32 of each part.
+    static INLINE void in_order(Sums (&x)[4]) {
+        const Bytes a = (Bytes)x[0], b = (Bytes)x[1], c = (Bytes)x[2], d = (Bytes)x[3];
+        if constexpr (FOUR) {
+            const Bytes low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = low + 4;
+            x[0] = (Sums)_mm512_permutex2var_epi64(a, low, b), x[1] = (Sums)_mm512_permutex2var_epi64(a, high, b);
+            x[2] = (Sums)_mm512_permutex2var_epi64(c, low, d), x[3] = (Sums)_mm512_permutex2var_epi64(c, high, d);
+        } else {
+            const Bytes ab = _mm512_shuffle_i32x4(a, b, 0x44), ab_high = _mm512_shuffle_i32x4(a, b, 0xee);
+            const Bytes cd = _mm512_shuffle_i32x4(c, d, 0x44), cd_high = _mm512_shuffle_i32x4(c, d, 0xee);
+            x[0] = (Sums)_mm512_shuffle_i32x4(ab, cd, 0x88), x[1] = (Sums)_mm512_shuffle_i32x4(ab, cd, 0xdd);
+            x[2] = (Sums)_mm512_shuffle_i32x4(ab_high, cd_high, 0x88);
+            x[3] = (Sums)_mm512_shuffle_i32x4(ab_high, cd_high, 0xdd);
+        }
     }
 };
 
