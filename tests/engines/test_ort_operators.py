@@ -158,7 +158,7 @@ def test_masses_that_nobody_reads(operator_library: Path, kernel: bool) -> None:
 def test_the_exporter_tells_where_nobody_reads_masses(checkpoint: Checkpoint, tmp_path: Path) -> None:  # noqa: F811
     told = {}
     for importance in ("keydiff", "h2o"):
-        (graph,) = (each for each in graphs(checkpoint, "importance", {"method": importance}) if each.kind == "decode")
+        (graph,) = graphs(checkpoint, "importance", {"method": importance}, [Decode])
         with WeightFile(tmp_path) as weights:
             file = tmp_path / export(graph.eval(), importance, weights).file
         nodes = [node for node in onnx.load(file, load_external_data=False).graph.node if node.domain == DOMAIN]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +98,17 @@ def cases() -> Iterator[Any]:
             yield pytest.param(slot, table, id=f"{slot}-{text}" if text else slot)
 
 
-def graphs(checkpoint: Checkpoint, slot: str, table: dict[str, Any]) -> list[Graph]:
-    """The graphs that the slot's stage makes others, for batches of two where a graph has any."""
+def graphs(
+    checkpoint: Checkpoint, slot: str, table: dict[str, Any], kinds: Sequence[type[Graph]] | None = None
+) -> list[Graph]:
+    """Those, or the graphs that the slot's stage makes others, for batches of two where a graph has any."""
     recipe = parse(Recipe, {"name": "test", **TABLES, slot: {**TABLES.get(slot, {}), **table}}, "test")
     if slot == "perception":
         return [Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size, checkpoint.decoder)]
     known = tiny.statistics(checkpoint.decoder)
     state = State(checkpoint.decoder, recipe, LENGTH, batch=2)
-    kinds = (Prefill, Compact) if slot in COMPRESSING else (Prefill, Decode, Extend, Compact)
+    if kinds is None:
+        kinds = (Prefill, Compact) if slot in COMPRESSING else (Prefill, Decode, Extend, Compact)
     return [kind(state, known) for kind in kinds]
 
 
