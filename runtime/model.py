@@ -231,8 +231,7 @@ class VLM:
     def read(self, request: Request, stats: Stats) -> Generator[None, None, Context]:
         """Read the whole prompt: by prefill what its bucket holds, or (`question_later`) the images; then the rest.
 
-        What comes in a session later is all read behind what it has read. Others may have a turn where it yields:
-        between two images, and before every chunk that is read behind prefill.
+        What comes in a session later is all read behind what it has read. Where it yields, others may have a turn.
         """
         rows, visual = yield from self._look(request, stats)
         stats.prompt_tokens = rows.total
@@ -240,10 +239,9 @@ class VLM:
         stats.bucket, state = context.bucket.length, context.state
         if not context.bucket.compact and (behind := len(rows) - split) > state.free:
             advice = "begin a new session" if request.keep else "ask with the image (without question_later)"
-            raise UserError(
-                f"{behind} more tokens do not fit into the window of {state.window} tokens, {state.free} of them free, "
-                f"which this level never compacts: {advice}, or choose a level that compacts"
-            )
+            free = f"{state.free} of them free, which this level never compacts"
+            what = f"{behind} more tokens do not fit into the window of {state.window} tokens, {free}"
+            raise UserError(f"{what}: {advice}, or choose a level that compacts")
         context.whole = False
         yield from self._extend(context, rows, visual, split, request, stats)
         context.whole, context.position, context.begins = True, rows.total, True
@@ -268,9 +266,8 @@ class VLM:
         if not self._room(context.state, context.bucket, stats):
             return "window_full"
         ends = token in self._sentence_ends
-        kind = TEXT + FIRST * (context.begins and not ends)
-        read = Read(context, self._table[token], context.position, kind, stats, alone=request.keep is not None)
-        yield read
+        kind, alone = TEXT + FIRST * (context.begins and not ends), request.keep is not None
+        yield (read := Read(context, self._table[token], context.position, kind, stats, alone))
         if request.cancelled.is_set():
             return "cancelled"
         if not read.done:
@@ -290,8 +287,7 @@ class VLM:
 
     def _look(self, request: Request, stats: Stats) -> Generator[None, None, tuple[Rows, np.ndarray]]:
         """The prompt's rows, and the embeddings of the visual ones among them, [V, d]."""
-        seen: list[dict[str, np.ndarray]] = []
-        visual, kept = [], []
+        seen, visual, kept = list[dict[str, np.ndarray]](), [], []
         for pixels in request.pixels:
             if seen:
                 yield
