@@ -19,7 +19,7 @@ TIMES = int(os.environ.get("FUZZ", 1))
 
 
 def examples(count: int) -> settings:
-    """Decorates a test that tries `count` cases, `TIMES` as many."""
+    """Decorates a test that tries `count` cases, or `TIMES` as many."""
     slow = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=count * TIMES, deadline=1000 * SECONDS, suppress_health_check=slow)
 

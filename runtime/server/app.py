@@ -159,7 +159,8 @@ async def _arrived(request: Request, limits: Limits) -> Asked:
 def _room(request: Request, levels: Levels, limits: Limits) -> Reservation:
     """Room in the memory budget for reading a request."""
     length = request.headers.get("content-length", "")
-    need = Need(frozenset(), READING * (int(length) if length.isdecimal() else limits.body_bytes))
+    known = length.isdecimal() and not limits.image_hosts
+    need = Need(frozenset(), READING * (int(length) if known else limits.body_bytes))
     if levels.memory is None:
         return Reservation(need)
     if reserved := levels.memory.reserve(need):

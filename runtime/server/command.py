@@ -64,6 +64,13 @@ def options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         "--max-pixels", type=positive, default=32, metavar="MP", help="megapixels of an image, at most (default: 32)"
     )
     parser.add_argument(
+        "--image-host",
+        action="append",
+        default=[],
+        metavar="NAME[:PORT]",
+        help="fetch images of http and https URLs from this host; repeat for several (default: from none)",
+    )
+    parser.add_argument(
         "--on-alarm",
         choices=["none", "lighter-next", "retry"],
         default="none",
@@ -112,6 +119,7 @@ def prepared(arguments: argparse.Namespace) -> tuple[Levels, Limits]:
         body_seconds=arguments.body_seconds,
         pixels=arguments.max_pixels * 10**6,
         tokens=arguments.max_tokens,
+        image_hosts=frozenset(map(str.lower, arguments.image_host)),
     )
     watch, kernels = Watch(on_alarm=arguments.on_alarm, blindness=arguments.blindness), not arguments.no_kernels
     given = arguments.bundle, arguments.backend, arguments.level, arguments.threads, kernels, arguments.memory_budget

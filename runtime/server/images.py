@@ -1,4 +1,4 @@
-"""Images of requests: read from data URLs, and their declared sizes checked before any pixel is decoded."""
+"""Images of requests: read from their URLs, and their declared sizes checked before any pixel is decoded."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from engines.errors import UserError
 from engines.preprocessor import ImagePreprocessor
 from runtime.preprocess import opened
 from runtime.server.errors import Refused
+from runtime.server.remote import Remote
 
 DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+=-]+)*?;base64,")
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF: what is stored lies on its side
@@ -25,10 +26,13 @@ class Image:
     height: int
 
 
-def from_url(url: str) -> bytes:
-    """The bytes of a data URL."""
+def from_url(url: str, remote: Remote) -> bytes:
+    """The bytes of a data URL, or of a remote one whose host is allowed."""
+    if remote.allows(url):
+        return remote.fetch(url)
     if (head := DATA_URL.match(url)) is None:
-        what = "remote images are not fetched" if url[:8].lower().startswith(("http:", "https:")) else "no data URL"
+        far = url[:8].lower().startswith(("http:", "https:"))
+        what = "images are not fetched from this host (serve --image-host)" if far else "no data URL"
         message = f"image_url {url[:40]!r}: {what}: send the image itself, as  data:image/png;base64,..."
         raise Refused(400, message, "invalid_image_url", "image_url")
     try:

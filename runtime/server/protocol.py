@@ -15,6 +15,7 @@ from runtime.sampling import Sampling
 from runtime.server import images
 from runtime.server.errors import Refused
 from runtime.server.images import Image
+from runtime.server.remote import Remote
 
 # Values with which these ask for nothing; with any other they are refused by name. None never asks for anything.
 NEUTRAL: dict[str, Any] = {
@@ -154,6 +155,7 @@ class Limits:
         body_seconds: until a request has arrived.
         pixels: of an image, by its header.
         tokens: of an answer.
+        image_hosts: from which images are fetched, NAME or NAME:PORT.
     """
 
     queue: int = 16
@@ -161,6 +163,7 @@ class Limits:
     body_seconds: float = 60
     pixels: int = 32 * 10**6
     tokens: int = 1024
+    image_hosts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,8 @@ def understand(body: str | bytes, files: list[bytes] | None, limits: Limits) -> 
         raise Refused(400, message, param="max_tokens")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise Refused(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    messages, data = _with_images(asked.messages, files)
+    remote = Remote(limits.image_hosts, limits.body_bytes, limits.body_seconds)
+    messages, data = _with_images(asked.messages, files, remote)
     upright = asked.unicache.kept_patches
     checked = [images.check(each, limits.pixels, number, upright) for number, each in enumerate(data, 1)]
     return Asked(asked, messages, checked, tokens, sampling)
@@ -231,7 +235,9 @@ def check_length(messages: list[dict[str, Any]], positions: int) -> None:
         raise Refused(400, message, "context_length_exceeded", "messages")
 
 
-def _with_images(messages: list[Message], files: list[bytes] | None) -> tuple[list[dict[str, Any]], list[bytes]]:
+def _with_images(
+    messages: list[Message], files: list[bytes] | None, remote: Remote
+) -> tuple[list[dict[str, Any]], list[bytes]]:
     """Messages as the runtime takes them, and the images' files in their order."""
     result: list[dict[str, Any]] = []
     data: list[bytes] = []
@@ -248,7 +254,7 @@ def _with_images(messages: list[Message], files: list[bytes] | None) -> tuple[li
                 continue
             if isinstance(part, ImageFile) and not waiting:
                 raise Refused(400, 'more parts {"type": "image"} than files', "invalid_image", "messages")
-            data.append(waiting.pop(0) if isinstance(part, ImageFile) else images.from_url(part.image_url.url))
+            data.append(waiting.pop(0) if isinstance(part, ImageFile) else images.from_url(part.image_url.url, remote))
             content.append({"type": "image"})
         result.append({"role": "system" if message.role == "developer" else message.role, "content": content})
     if waiting:
