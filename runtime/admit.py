@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 HIGH, LOW = Gate.high, Gate.low
 COMPLEXITY = Fallback()
 SLACK = 8 * MIB  # a request's Python objects, and what memory is left in pieces that are too small
+FIRST = 4 * MIB  # what reading a first prompt imports and keeps, before the request is let in
 VOCABULARY = 64  # bytes a token of the vocabulary: sorting, drawing from and copying of logits
 MAPPED = 2**16  # bytes of the embedding table that Linux maps where one row is read
 
@@ -86,7 +87,7 @@ class Admission:
         self.memory, self._manifest, self._lines, self._own = memory, bundle.manifest, lines, own
         self._image = self._manifest.model.image_token_id
         one = Request([self._image], [], own(False), MAX_NEW_TOKENS, False, False, GREEDY)
-        least = min(memory.alone(self.need(one, name)) for name in self._from(one))
+        least = FIRST + min(memory.alone(self.need(one, name)) for name in self._from(one))
         if least > memory.budget:
             raise UserError(
                 f"a memory budget of {size(memory.budget)} is too small for {bundle.path}: a question about one image "

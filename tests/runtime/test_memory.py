@@ -209,7 +209,7 @@ def test_which_level_a_request_gets(
         patch.setattr(Admission, "need", lambda self, request, name, decoding=0: Need(frozenset(), needs[name]))
         patch.setattr(Admission, "drops", lambda self, name: drops[name])
         lines = {False: names[::-1], True: names[::-1]}
-        roomy = Memory(1000, {})
+        roomy = Memory(100 * MIB, {})
         gate = Admission(opened, roomy, lines, lambda later: "l0")
         roomy.budget, roomy.heavy = 100, heavy
         request = Request([toy.IMAGE] * images + [5] * text, [], "l0", 1, False, False, GREEDY)
