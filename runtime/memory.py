@@ -28,6 +28,7 @@ MIB = 2**20
 UNITS = {"": 1} | {f"{letter}i": 1024**power for power, letter in enumerate("kmgt", 1)}
 UNITS |= {letter: 1000**power for power, letter in enumerate("kmgt", 1)}
 POPULATE = 22  # madvise's MADV_POPULATE_READ
+ARENA_MAX = -8  # mallopt's M_ARENA_MAX
 
 
 class OverBudget(UserError):
@@ -69,6 +70,13 @@ def settle() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def one_arena() -> None:
+    """Let all threads share one heap: glibc gives each of its own, which keeps the most that ever passed through it."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(ARENA_MAX, 1)
 
 
 def populate(name: str) -> None:

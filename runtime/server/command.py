@@ -108,6 +108,7 @@ def prepared(arguments: argparse.Namespace) -> tuple[Levels, Limits]:
     """The opened bundle, and what the server takes."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve needs {', '.join(missing)}: in this package's folder, type pip install '.[serve]'")
+    from runtime.memory import one_arena
     from runtime.model import VLM
     from runtime.monitor import Watch
     from runtime.server.app import Limits
@@ -123,6 +124,7 @@ def prepared(arguments: argparse.Namespace) -> tuple[Levels, Limits]:
     )
     watch, kernels = Watch(on_alarm=arguments.on_alarm, blindness=arguments.blindness), not arguments.no_kernels
     given = arguments.bundle, arguments.backend, arguments.level, arguments.threads, kernels, arguments.memory_budget
+    one_arena()  # a server's memory is to be flat however many threads its requests come by
     first = VLM.open(*given)  # after the server's packages are imported: they count as in use
     return Levels(first, kernels, watch), limits
 
