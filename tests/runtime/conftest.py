@@ -1,14 +1,20 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import runtime
+from engines import bundle as bundles
+from engines.bundle import Bundle
+from runtime import memory, probe
+from runtime.memory import MIB, Cost
 from runtime.model import VLM
 from runtime.session import Session
 from tests.runtime import toy
 from tests.runtime.asking import Recorder, image
+from tests.runtime.budgeted import bare
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +53,32 @@ def saved(tight: VLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "chat.safetensors"
     session.save(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def opened(bundle_path: Path) -> Bundle:
+    return bundles.read(bundle_path)
+
+
+@pytest.fixture(scope="session")
+def costs(opened: Bundle) -> dict[str, Cost]:
+    """Of the toy's graphs, as if they were large: what they take is what the test says, not what was measured."""
+    return {name: Cost(20 * MIB, 10 * MIB) for name in opened.manifest.graphs}
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A process of 100 MiB that holds what the test says."""
+    state = SimpleNamespace(resident=100 * MIB)
+    monkeypatch.setattr(memory, "resident", lambda: state.resident)
+    bare(monkeypatch)
+    return state
+
+
+@pytest.fixture
+def limited(
+    bundle_path: Path, costs: dict[str, Cost], process: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., VLM]:
+    """Opens the toy with a budget of so many MiB; each loaded graph takes 20 of them."""
+    monkeypatch.setattr(probe, "costs", lambda *_: costs)
+    return lambda mib, level="loose": runtime.open(bundle_path, level=level, threads=1, memory_budget=f"{mib}MiB")

@@ -1,0 +1,174 @@
+"""What graphs and images take is measured, and the budget is kept on the real model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.bundle import Bundle
+from engines.errors import UserError
+from engines.plugins import store
+from runtime import probe
+from runtime.memory import MIB, Cost
+from tests.runtime.onnx_builder import Builder
+
+if not Path("/proc/self/statm").exists():
+    pytest.skip("a memory budget needs Linux", allow_module_level=True)
+
+
+def heavy_graph(path: Path) -> None:
+    """64 MiB of activations from one number, 32 MiB of weights."""
+    g = Builder()
+    x = g.input("x", "float32", 1)
+    wide = g("Mul", g("Expand", x, g.const([16 * MIB])), g("Sqrt", x))
+    weights = g.const(np.random.default_rng(0).normal(size=(8, MIB)))
+    both = g("Add", g("ReduceSum", wide, keepdims=0), g("ReduceSum", g("Mul", weights, x), keepdims=0))
+    g.output("y", both, "float32")
+    g.save(path, "decode")
+
+
+def test_what_a_graph_takes_is_measured(tmp_path: Path) -> None:
+    heavy_graph(tmp_path / "heavy.onnx")
+    cost = probe._measured({"heavy": [str(tmp_path / "heavy.onnx"), 1, None]})["heavy"]
+    assert 32 * MIB <= cost.loaded < 80 * MIB
+    assert 64 * MIB <= cost.running < 300 * MIB
+
+
+def test_a_graph_that_cannot_be_measured_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.onnx").write_bytes(b"nothing")
+    with pytest.raises(UserError, match=r"the memory of graph broken cannot be measured: .*broken\.onnx"):
+        probe._measured({"broken": [str(tmp_path / "broken.onnx"), 1, None]})
+
+
+def test_measures_are_kept(opened: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(store.FOLDER, str(tmp_path))
+    runs: list[int] = []
+
+    def measured(wanted: dict[str, Any]) -> dict[str, Cost]:
+        runs.append(len(wanted))
+        return {name: Cost(i, 2 * i) for i, name in enumerate(wanted)}
+
+    monkeypatch.setattr(probe, "_measured", measured)
+    first = probe.costs(opened, 1, None)
+    assert probe.costs(opened, 1, None) == first
+    assert runs == [len(opened.manifest.graphs)]
+    probe.costs(opened, 2, None)  # other threads
+    assert len(runs) == 2
+    for damage in (
+        b"",
+        b"[]",
+        b'{"a": 1}',
+        json.dumps({name: {"loaded": "x", "running": 1} for name in first}).encode(),
+    ):
+        for file in (tmp_path / "memory").iterdir():
+            file.write_bytes(damage)
+        assert probe.costs(opened, 1, None) == first
+    assert len(runs) == 6
+
+
+DECODING = """
+import io, os, sys
+import numpy as np
+from PIL import Image
+from engines.preprocessor import ImagePreprocessor
+from runtime.memory import settle
+from runtime.preprocess import decoding_bytes, preprocess
+settings = ImagePreprocessor({"height": 64, "width": 64}, 3, None, 1 / 255, [0.5] * 3, [0.5] * 3)
+status = lambda name: next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(name))
+pixels = np.random.default_rng(0).integers(0, 256, (100, 150, 4), np.uint8).repeat(8, 0).repeat(8, 1)
+Image.init()
+kinds = {"PNG": 4, "JPEG": 3, "WEBP": 4, "JPEG2000": 4, "TIFF": 4, "GIF": 3, "TGA": 4}
+sources = [pixels, pixels[..., :3], pixels[..., 0], Image.fromarray(pixels)]
+for kind, channels in kinds.items():
+    if kind in Image.SAVE:
+        Image.fromarray(pixels[..., :channels]).save(file := io.BytesIO(), kind)
+        sources.append(file.getvalue())
+del pixels
+preprocess(np.zeros((9, 9, 3), np.uint8), settings)
+for source in sources:
+    settle()
+    if os.fork() == 0:
+        before = status("VmRSS")
+        preprocess(source, settings)
+        print(status("VmHWM") - before, decoding_bytes(source, settings), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_decoding_an_image_takes_no_more_than_its_header_says() -> None:
+    done = subprocess.run([sys.executable, "-c", DECODING], capture_output=True, text=True, check=True)
+    rows = [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
+    assert len(rows) >= 8
+    for took, bound in rows:
+        assert took <= bound + 4 * MIB  # code of the decoder
+        assert bound < 90 * 800 * 1200
+
+
+PROMISE = """
+import json, resource, sys, threading
+import numpy as np
+import runtime
+from engines.errors import UserError
+from runtime.memory import OverBudget
+from runtime.session import Session
+
+pictures = [np.random.default_rng(k).integers(0, 256, (300 + 200 * k, 500, 3), np.uint8) for k in range(8)]
+vlm = runtime.open(sys.argv[1], level=sys.argv[3], threads=1, memory_budget=int(sys.argv[2]))
+told = []
+
+def attempt(what, run):
+    try:
+        told.append((what, "answered", run().stats.level))
+    except OverBudget as error:
+        told.append((what, "refused", str(error)))
+    except UserError as error:  # a level that never compacts is full
+        told.append((what, "full", str(error)))
+
+def work():
+    attempt("small", lambda: vlm.generate("what color is the shape?", [pictures[0][:64, :64]]))
+    for count in (1, 4, 8, 2):
+        ask = lambda: vlm.generate("what color is the shape?", pictures[:count], max_new_tokens=8, ignore_eos=True)
+        attempt(f"ask {count}", ask)
+    try:
+        chat = Session(vlm)
+    except OverBudget as error:
+        told.append(("session", "refused", str(error)))
+        return
+    for count in (1, 0, 2):
+        attempt(f"turn {count}", lambda: chat.ask("what is it?", pictures[:count], max_new_tokens=16, ignore_eos=True))
+    attempt("fork", lambda: chat.fork().ask("how many shapes?", max_new_tokens=8))
+
+threads = [threading.Thread(target=work) for _ in range(int(sys.argv[4]))]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+print(json.dumps([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, told]))
+"""
+
+
+@pytest.mark.slow
+def test_the_budget_is_never_exceeded(demo_bundle: Bundle) -> None:
+    """The promise, on the real model: the most that was ever resident, in a process of its own."""
+
+    def run(mib: int, level: str, threads: int) -> tuple[int, list[list[str]], str]:
+        line = [sys.executable, "-c", PROMISE, str(demo_bundle.path), str(mib * MIB), level, str(threads)]
+        done = subprocess.run(line, capture_output=True, text=True)
+        highest, told = json.loads(done.stdout) if done.returncode == 0 else (0, [])
+        return highest, told, done.stderr
+
+    least = re.search(r"give at least  (\d+)MiB", run(50, "off", 1)[2])
+    assert least
+    kinds: set[str] = set()
+    for mib, level, threads in ((int(least[1]) + 1, "off", 1), (240, "balanced", 3), (400, "off", 4)):
+        highest, told, error = run(mib, level, threads)
+        assert told, error
+        assert highest <= mib * MIB, (mib, level, threads)
+        kinds |= {kind for _, kind, _ in told}
+        assert ("small", "answered") in [(what, kind) for what, kind, _ in told]
+    assert kinds >= {"answered", "refused"}
