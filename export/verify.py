@@ -17,6 +17,9 @@ from export.stages.tokens import ALIGNED, FIRST, PADDING, TEXT, VISUAL
 
 SEEDS = 3  # one token alone can miss a weight that feeds a gate it leaves shut
 TOLERANCE = 2e-3  # float32 sums in another order, a few layers deep, relative to the largest value
+# A kernel may round queries and weights to 16 bits. Random keys draw attention sharper than a model does, and logits of
+# the demo's graphs then err by 5e-3; what is computed wrong errs by tenths. kernel_check.py looks at kernels alone.
+ROUNDED = 2e-2
 
 
 def random_inputs(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
@@ -60,7 +63,7 @@ def largest_error(graph: Graph, exported: bundle.Graph, folder: Path, library: P
         library: kernels of the operators; None: their function bodies run.
 
     Raises:
-        UserError: an output differs by more than `TOLERANCE`, or in shape.
+        UserError: an output differs by more than `TOLERANCE`, with kernels `ROUNDED`, or in shape.
     """
     session = OrtSession(folder / exported.file, library=library)
     name = exported.file + (f" with the kernels of {library.name}" if library else "")
@@ -69,7 +72,7 @@ def largest_error(graph: Graph, exported: bundle.Graph, folder: Path, library: P
         feeds = random_inputs(graph, seed)
         with torch.no_grad():
             expected = dict(zip(graph.outputs, graph(*(torch.from_numpy(v) for v in feeds.values())), strict=True))
-        worst = max(worst, _largest_difference(expected, session.run(feeds), name))
+        worst = max(worst, _largest_difference(expected, session.run(feeds), name, ROUNDED if library else TOLERANCE))
     return worst
 
 
@@ -87,7 +90,9 @@ def _kept_by_both(
     )
 
 
-def _largest_difference(expected: dict[str, Tensor], actual: dict[str, np.ndarray], file: str) -> float:
+def _largest_difference(
+    expected: dict[str, Tensor], actual: dict[str, np.ndarray], file: str, tolerance: float = TOLERANCE
+) -> float:
     worst = 0.0
     for name, want in expected.items():
         if want.shape != actual[name].shape:
@@ -111,8 +116,8 @@ def _largest_difference(expected: dict[str, Tensor], actual: dict[str, np.ndarra
             difference = np.sort(np.maximum(difference - 1, 0))[: ceil(0.99 * len(difference))]
         scale = max(np.abs(wanted[finite]).max(initial=0), 1e-3)
         worst = max(worst, difference.max(initial=0) / scale)
-        if worst > TOLERANCE:
-            raise UserError(f"{file}: output {name} differs from PyTorch by {worst:.1e}, allowed {TOLERANCE}")
+        if worst > tolerance:
+            raise UserError(f"{file}: output {name} differs from PyTorch by {worst:.1e}, allowed {tolerance}")
     return worst
 
 
