@@ -19,6 +19,7 @@ namespace {
 
 constexpr float LOWEST = -1e4f;    // masks are finite, so that a fully masked row stays finite
 constexpr float NOTHING = -3e38f;  // below every logit
+constexpr float LOG2_E = 1.44269504f;
 
 // 2^x, of numbers up to 0: 2^n for the nearest whole number, times a polynomial of the rest, off by 1.6e-7 at most;
 // exactly 0 below -150.
@@ -163,12 +164,12 @@ INLINE void online_softmax(const float* factors, const float* bias, int64_t bias
             most = maximum(most, logit);
         }
         largest[r] = top(most);
-        shrink[r] = largest[r] > before ? expf(before - largest[r]) : 1;
+        shrink[r] = power_of_two(fill((before - largest[r]) * LOG2_E))[0];  // a branch would often be guessed wrong
     }
     for (int64_t r = 0; r < rows; r++) {
         Vec sum = load(totals + r * LANES) * fill(shrink[r]);
         for (int64_t t = 0; t < TILE; t += LANES) {
-            const Vec weight = power_of_two((load(weights + r * TILE + t) - fill(largest[r])) * fill(1.44269504f));
+            const Vec weight = power_of_two((load(weights + r * TILE + t) - fill(largest[r])) * fill(LOG2_E));
             store(weights + r * TILE + t, weight);
             sum = sum + weight;
         }
@@ -272,10 +273,11 @@ void attend(const Job& job, int64_t head, int64_t part, float* memory) {
                 const float* scales[2] = {ones, ones};
                 for (int e = 0; by_weight && e < source.EACH; e++) {
                     const int64_t block = source.channel(first, e) / values.channels_each;
-                    scales[e] = shared[0];
+                    scales[e] = scales[0];
                     if (e && block == source.channel(first, 0) / values.channels_each) continue;
-                    values.of_tokens(room, start, tokens, block, shared[e]);
-                    scales[e] = shared[e];
+                    const bool as_they_are = values.tokens_each == 1 && values.channel_blocks == 1;
+                    scales[e] = as_they_are && tokens == TILE ? room : shared[e];
+                    if (scales[e] != room) values.of_tokens(room, start, tokens, block, shared[e]);
                 }
                 mix_all(weights, by_weight, scales, factored, rows, source, tokens, first,
                         least(first + each, source.half), shrink, width, output);

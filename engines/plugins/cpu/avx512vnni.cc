@@ -7,10 +7,10 @@
 // tests/engines/attention_inputs.py states (`rounding`): far less than what the codes' own rounding takes.
 //
 // What binds it: 16 dpwssd for 64 channels of a token and four rows, 8 cycles where two start in one. Of a store in the
-// third-level cache a Zen 5 takes 18 cycles a token: logits 6.4, the softmax 3.7, the weights' numbers 1.7, the output
-// 5.3. For 4 bits with a scale for every 32 tokens of a key and 32 channels of a value it takes 23: 4.1 more for the
-// queries' numbers, and 1.4 for the weights'. So more than half is no multiplication but waits and preparation, and
-// what memory sends late comes on top, more of it for 8 bits.
+// third-level cache a Zen 5 takes 17 cycles a token: logits 6.4, the softmax 4.1 with biases and scales, the weights'
+// numbers 1.7, the output 4.8. For 4 bits with a scale for every 32 tokens of a key and 32 channels of a value it takes
+// 22.5: 4.1 more for the queries' numbers, and 1.4 for the weights'. So more than half is no multiplication but waits
+// and preparation, and what memory sends late comes on top, 3 cycles for 8 bits.
 #if defined(__x86_64__)
 #include "vnni.h"
 
