@@ -194,7 +194,9 @@ class Session:
         path = Path(path)
         session = cls(vlm)
         held = vlm.admission.file(path) if vlm.admission else None
-        arrays, metadata = tensors.read(path, "session")
+        buckets = [bucket for level in vlm.bundle.manifest.levels.values() for bucket in level.buckets]
+        most = max(sum(spec.nbytes for spec in vlm.bundle.manifest.graphs[b.prefill].outputs) for b in buckets)
+        arrays, metadata = tensors.read(path, "session", most)
         if metadata.get("format") != FORMAT:
             raise UserError(f"{path}: no session of this version")
         saved = parse(Saved, parse_json(metadata.get("session", "").encode(), str(path)), str(path))

@@ -55,16 +55,21 @@ def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -
         raise UserError(f"{path}: cannot be written: {why}") from error
 
 
-def read(path: Path, what: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def read(path: Path, what: str, most: int) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Arrays that may be written to, and metadata, of a file that `write` has written.
 
     Args:
         what: it should be, for the message.
+        most: bytes that its arrays may have; a longer file is not read.
 
     Raises:
         UserError: it cannot be read, or one of its bytes is not as it was written.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise UserError(f"{path}: not a file")
+        if path.exists() and path.stat().st_size > most + MOST_HEADER:
+            raise UserError(f"{path}: no {what}: it is too large for one")
         content = path.read_bytes()
     except (OSError, ValueError) as error:  # a zero byte in the name
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from error

@@ -113,14 +113,19 @@ def prepared(arguments: argparse.Namespace) -> tuple[Levels, Limits]:
     from runtime.monitor import Watch
     from runtime.server.app import Limits
     from runtime.server.levels import Levels
+    from runtime.server.remote import host
 
+    try:
+        hosts = frozenset(map(host, arguments.image_host))
+    except ValueError as error:
+        raise UserError(f"--image-host: {error}") from error
     limits = Limits(
         queue=arguments.queue,
         body_bytes=arguments.max_body << 20,
         body_seconds=arguments.body_seconds,
         pixels=arguments.max_pixels * 10**6,
         tokens=arguments.max_tokens,
-        image_hosts=frozenset(map(str.lower, arguments.image_host)),
+        image_hosts=hosts,
     )
     watch, kernels = Watch(on_alarm=arguments.on_alarm, blindness=arguments.blindness), not arguments.no_kernels
     given = arguments.bundle, arguments.backend, arguments.level, arguments.threads, kernels, arguments.memory_budget

@@ -15,7 +15,7 @@ from runtime.sampling import Sampling
 from runtime.server import images
 from runtime.server.errors import Refused
 from runtime.server.images import Image
-from runtime.server.remote import Remote
+from runtime.server.remote import Host, Remote
 
 # Values with which these ask for nothing; with any other they are refused by name. None never asks for anything.
 NEUTRAL: dict[str, Any] = {
@@ -155,7 +155,7 @@ class Limits:
         body_seconds: until a request has arrived.
         pixels: of an image, by its header.
         tokens: of an answer.
-        image_hosts: from which images are fetched, NAME or NAME:PORT.
+        image_hosts: from which images are fetched.
     """
 
     queue: int = 16
@@ -163,7 +163,7 @@ class Limits:
     body_seconds: float = 60
     pixels: int = 32 * 10**6
     tokens: int = 1024
-    image_hosts: frozenset[str] = frozenset()
+    image_hosts: frozenset[Host] = frozenset()
 
 
 @dataclass(frozen=True)

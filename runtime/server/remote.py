@@ -5,13 +5,27 @@ from __future__ import annotations
 import time
 import urllib.request
 from http.client import HTTPException
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from engines.errors import one_line
 from runtime.server.errors import Refused
 
 PIECE = 1 << 16
+PORTS = {"http": 80, "https": 443}
+Host: TypeAlias = "tuple[str, int | None]"  # of any port, where it is None
+
+
+def host(text: str) -> Host:
+    """A host of `--image-host`, NAME or NAME:PORT.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or parts.netloc != text or "@" in text or not text.isascii():
+        raise ValueError(f"{text!r} is no host: write NAME or NAME:PORT")
+    return parts.hostname, parts.port
 
 
 class _Direct(urllib.request.HTTPRedirectHandler):
@@ -28,10 +42,9 @@ class Remote:
         left: bytes that may still come, of all its images together.
     """
 
-    def __init__(self, hosts: frozenset[str], most: int, seconds: float) -> None:
+    def __init__(self, hosts: frozenset[Host], most: int, seconds: float) -> None:
         """
         Args:
-            hosts: NAME or NAME:PORT, in small letters.
             most: bytes of all images together.
             seconds: until the last of them is here.
         """
@@ -43,10 +56,10 @@ class Remote:
         """Whether a URL is of a host that was named."""
         try:
             parts = urlsplit(url)
-            hosts = {parts.hostname, f"{parts.hostname}:{parts.port}"}
-        except ValueError:
+            port = parts.port or PORTS[parts.scheme]
+        except (ValueError, LookupError):
             return False
-        return parts.scheme in ("http", "https") and "@" not in parts.netloc and not hosts.isdisjoint(self._hosts)
+        return "@" not in parts.netloc and not self._hosts.isdisjoint({(parts.hostname, port), (parts.hostname, None)})
 
     def fetch(self, url: str) -> bytes:
         """The content of a URL that is allowed.
@@ -54,6 +67,9 @@ class Remote:
         Raises:
             Refused: it cannot be had, is too long or too slow.
         """
+        if not url.isascii():
+            message = f"image_url {url[:80]!r}: percent-encode what is not ASCII"
+            raise Refused(400, message, "invalid_image_url", "image_url")
         try:
             with self._opener.open(url, timeout=self._seconds()) as response:
                 pieces: list[bytes] = []

@@ -56,7 +56,7 @@ def test_the_file_is_what_safetensors_reads(saved: Path, tight: VLM) -> None:
 
 @pytest.mark.parametrize("change", ["dtype", "shape", "missing", "more"])
 def test_other_tensors_are_told(change: str, saved: Path, tight: VLM) -> None:
-    arrays, metadata = tensors.read(saved, "session")
+    arrays, metadata = tensors.read(saved, "session", 1 << 30)
     some = next(iter(arrays))
     if change == "dtype":
         arrays[some] = arrays[some].astype(np.float64)
@@ -86,6 +86,17 @@ def test_files_of_others_are_told(saved: Path, tight: VLM, bundle_path: Path, tm
         Session.load(tight, tmp_path / "nowhere")
     again = runtime.open(bundle_path, level="loose", threads=1)  # its level is in the file
     assert Session.load(again, saved).level == "tight"
+
+
+def test_what_is_no_file_or_too_large_for_a_session_is_not_read(tight: VLM, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(UserError, match="not a file"):
+            Session.load(tight, path)
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match="too large for one"):
+        Session.load(tight, tmp_path / "sparse")
 
 
 @pytest.mark.parametrize("fails", ["open", "fsync", "replace"])
