@@ -52,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _triton(arguments: argparse.Namespace) -> None:
-    a, threads = arguments, arguments.threads and str(arguments.threads)
-    name = triton.write(a.bundle, a.out, a.name, a.instances, a.link, level=a.level, backend=a.backend, threads=threads)
+    a = arguments
+    name = triton.write(a.bundle, a.out, a.name, a.instances, a.link, a.level, a.backend, a.threads)
     print(f"wrote {a.out}: start it with  tritonserver --model-repository {a.out}   (model {name})")
 
 

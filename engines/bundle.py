@@ -56,6 +56,7 @@ __all__ = [
 MIB = 2**20
 MANIFEST, CHECKSUM = "manifest.json", "manifest.sha256"
 REBUILD = "build it again with  python export/build.py"
+BUILD = "give a folder that export/build.py wrote; it builds one with  python export/build.py CHECKPOINT --out FOLDER"
 
 
 @dataclass(frozen=True)
@@ -175,18 +176,20 @@ def _replace(new: Path, out: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def read(path: Path) -> Bundle:
+def read(path: str | Path) -> Bundle:
     """Open a bundle and check it: manifest, format, and the hash of every file.
 
     Raises:
         UserError: not a bundle, another version's, or any byte of it changed.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(f"a bundle's folder must be a path, got {path!r}")
     path = Path(path)
     try:
         if not path.is_dir():
-            raise UserError(f"{path} is not a folder: give the folder that export/build.py wrote")
+            raise UserError(f"{path} is not a folder: {BUILD}")
         if not (path / MANIFEST).is_file() or not (path / CHECKSUM).is_file():
-            raise UserError(f"{path} is not a bundle (no {MANIFEST} with {CHECKSUM}): {REBUILD} --out {path}")
+            raise UserError(f"{path} is not a bundle (no {MANIFEST} with {CHECKSUM}): {BUILD}")
         return Bundle(path, _checked(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
@@ -198,7 +201,7 @@ def _checked(path: Path) -> Manifest:
         raise UserError(f"{path / MANIFEST} is damaged: {REBUILD} --out {path}")
     data = parse_json(text, str(path / MANIFEST))
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise UserError(f"{path} is no {FORMAT} bundle: {REBUILD} --out {path}")
+        raise UserError(f"{path} is no {FORMAT} bundle: {BUILD}")
     if (version := data.get("version")) != VERSION:
         raise UserError(f"{path} is a bundle of version {version}, and this program reads {VERSION}: {REBUILD}")
     manifest = parse(Manifest, data, str(path / MANIFEST))

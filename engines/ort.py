@@ -19,6 +19,7 @@ from engines.errors import UserError, one_line
 NAME = "ort"
 CUDA = "CUDAExecutionProvider"
 PREFERRED = (CUDA, "CPUExecutionProvider")
+MAX_THREADS = 256  # more is a mistake, and ONNX Runtime would start them all
 BINDINGS = 16  # of one graph that are kept, each for its addresses
 DTYPES = {
     "tensor(float)": "float32",

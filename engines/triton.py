@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engines import bundle as bundles
+from engines import trt
 from engines.errors import UserError
+from engines.ort import MAX_THREADS
 
 TEXT, IMAGES, STREAM, SAMPLING = "text_input", "image", "stream", "sampling_parameters"  # inputs
 ANSWER, STATS = "text_output", "stats"  # outputs
@@ -60,7 +62,14 @@ NAMES = {"TEXT": TEXT, "IMAGES": IMAGES, "STREAM": STREAM, "SAMPLING": SAMPLING,
 
 
 def write(
-    path: Path, out: Path, name: str | None = None, instances: int = 1, link: bool = False, **options: str | None
+    path: Path,
+    out: Path,
+    name: str | None = None,
+    instances: int = 1,
+    link: bool = False,
+    level: str | None = None,
+    backend: str | None = None,
+    threads: int | None = None,
 ) -> str:
     """Write the repository, whole or not at all -> the model's name.
 
@@ -69,7 +78,7 @@ def write(
         name: of the model; default: that of the bundle's folder.
         instances: processes that answer, each with its own weights.
         link: link to the bundle's folder instead of copying its files.
-        options: what the bundle is opened with: `level`, `backend`, `threads`; None leaves one out.
+        level, backend, threads: what the bundle is opened with; None leaves one out.
 
     Raises:
         UserError: the bundle is damaged, `out` exists, or an option names what there is not.
@@ -78,8 +87,13 @@ def write(
     name = name or bundle.path.resolve().name
     if not NAME.fullmatch(name):
         raise UserError(f"{name!r} is no name of a model: give one of letters, digits, - and _ by  --name")
-    if (level := options.get("level")) is not None and level not in bundle.manifest.levels:
+    if level is not None and level not in bundle.manifest.levels:
         raise UserError(f"no level {level!r} in {path}: choose {', '.join(bundle.manifest.levels)}")
+    if backend not in (None, *(known := (trt.AUTO, *trt.NAMES))):
+        raise UserError(f"unknown backend {backend!r}: choose {', '.join(known)}")
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise UserError(f"threads must be from 1 to {MAX_THREADS}, got {threads}")
+    options = {"level": level, "backend": backend, "threads": threads}
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} exists: choose another --out or remove it")
     with bundles.writing(out) as folder:
@@ -97,10 +111,10 @@ def write(
     return name
 
 
-def config(name: str, instances: int, options: Mapping[str, str | None]) -> str:
+def config(name: str, instances: int, options: Mapping[str, object]) -> str:
     """config.pbtxt."""
     lines = (
-        f"parameters {{ key: {_quoted(key)} value: {{ string_value: {_quoted(value)} }} }}\n"
+        f"parameters {{ key: {_quoted(key)} value: {{ string_value: {_quoted(str(value))} }} }}\n"
         for key, value in options.items()
         if value is not None
     )

@@ -70,6 +70,7 @@ BACKENDS = {
         workers=1,
     ),
 }
+AUTO, NAMES = "auto", ("ort", *BACKENDS)  # what a bundle can be opened with
 
 
 @dataclass(frozen=True)

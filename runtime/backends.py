@@ -13,9 +13,8 @@ from engines.bundle import REBUILD, Bundle
 from engines.cuda import Device
 from engines.errors import UserError
 from engines.plugins import store
+from engines.trt import AUTO, NAMES
 
-AUTO = "auto"
-NAMES = ("ort", *trt.BACKENDS)
 PREFERRED = ("trt", "trt-rtx", "ort")  # by `auto`; asking for plans costs nothing where there is no GPU or none are
 
 

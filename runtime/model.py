@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engines import bundle as bundles
+from engines import ort, trt
 from engines.backend import Session
 from engines.bundle import Bucket, Bundle, Level
 from engines.cuda import Array
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from runtime.preprocess import ImageSource
     from runtime.prompt import Prompt
 
-MAX_THREADS = 256  # more is a mistake, and ONNX Runtime would start them all
-
 
 class VLM:
     """An opened bundle at one compression level. Graphs are loaded when first needed and kept.
@@ -80,7 +79,7 @@ class VLM:
         self.backend, self.threads, self.why = backend, threads, ""
         self._device = backends.device(backend)
         self._library = backends.library(backend, bundle) if kernels or backend != "ort" else None
-        if self.level not in manifest.levels:
+        if not isinstance(self.level, str) or self.level not in manifest.levels:
             raise UserError(f"no level {self.level!r} in {bundle.path}: choose {', '.join(manifest.levels)}")
         self._table, self._sentence_ends = bundle.embedding(), frozenset(manifest.model.sentence_ends)
         self.prompts = PromptReader(bundle.path, self.model)
@@ -99,7 +98,7 @@ class VLM:
     def open(
         cls,
         path: str | Path,
-        backend: str = backends.AUTO,
+        backend: str = trt.AUTO,
         level: str | None = None,
         threads: int | None = None,
         kernels: bool = True,
@@ -110,8 +109,8 @@ class VLM:
         if budget is not None:
             check_number("memory_budget", budget, 1)
         if threads is not None:
-            check_number("threads", threads, 1, MAX_THREADS)
-        bundle = bundles.read(Path(path))
+            check_number("threads", threads, 1, ort.MAX_THREADS)
+        bundle = bundles.read(path)
         choice = backends.choose(backend, bundle)
         vlm = cls(bundle, level, choice.name, threads, kernels, budget)
         vlm.why = choice.reason

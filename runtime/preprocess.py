@@ -103,7 +103,7 @@ def opened(file: Path | BytesIO, name: str) -> Iterator[PILImage]:
     Raises:
         UserError: what is done with it fails, or it is no image, or has too many pixels.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         Image.init()
@@ -113,6 +113,8 @@ def opened(file: Path | BytesIO, name: str) -> Iterator[PILImage]:
             if (limit := Image.MAX_IMAGE_PIXELS) is not None and image.width * image.height > limit:
                 raise Image.DecompressionBombError(f"{image.width} x {image.height}, more than {limit}")
             yield image
+    except UnidentifiedImageError as error:  # its message names the object that was read, by its address
+        raise UserError(f"{name}: not a readable image: damaged, or none of {', '.join(FORMATS)}") from error
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise UserError(f"{name}: too many pixels: shrink the image ({one_line(error)})") from error
     except Exception as error:  # a decoder fails in many ways, and each of them is this file's fault

@@ -10,7 +10,8 @@
 #     --power-mode N    sudo nvpmodel -m N; the modes are in /etc/nvpmodel.conf
 #     --clocks          sudo jetson_clocks: until the next boot, the power mode's highest clocks
 #     --headless        no desktop from the next boot on: its memory is the model's
-#     --swap GIB        a swap file of so many GiB in place of compressed swap in memory, for building plans
+#     --swap GIB        a swap file of so many GiB, at least 1, in place of compressed swap in memory, for building
+#                       plans (default: swap stays as it is)
 #
 # scripts/jetson.md says why. Nothing but what the options name is changed beside packages and the environment.
 set -euo pipefail
@@ -34,6 +35,10 @@ run() {
 }
 
 number() { [[ $2 =~ ^[0-9]+$ ]] || die "$1 needs a whole number, got '$2'"; }
+positive() {
+    number "$1" "$2"
+    [[ $2 =~ [1-9] ]] || die "$1 needs at least 1, got '$2'"
+}
 
 while (($#)); do
     case $1 in
@@ -44,9 +49,9 @@ while (($#)); do
             (($# > 1)) || die "$1 needs a value: see  scripts/jetson_setup.sh --help"
             case $1 in
                 --venv) venv=$2 ;;
-                --arch) number "$1" "$2" && arch=$2 ;;
+                --arch) positive "$1" "$2" && arch=$2 ;;
                 --power-mode) number "$1" "$2" && power=$2 ;;
-                --swap) number "$1" "$2" && swap=$2 ;;
+                --swap) positive "$1" "$2" && swap=$2 ;;
             esac
             shift
             ;;

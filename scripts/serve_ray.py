@@ -11,6 +11,9 @@ to --max-replicas there are as many as it takes for each to have --target reques
 its own /metrics: what is asked there is told by any one of them. --memory-budget is each replica's, and what Ray keeps
 free for it. On a cluster, the bundle and this project lie at the same place on every node.
 
+SIGTERM to this process alone lets answers that are begun end (systemd: KillMode=mixed). Where its whole group gets it,
+Ray's own processes go first, and the answers with them.
+
 Needs two extras: pip install '.[serve,ray]'
 """
 
@@ -21,11 +24,13 @@ import installed  # noqa: F401
 # isort: split
 
 import argparse
+import contextlib
 import importlib.util
 import ipaddress
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -110,9 +115,33 @@ def fit(arguments: argparse.Namespace, bundle: Bundle, resources: dict[str, floa
                         "give fewer replicas or --threads")  # fmt: skip
     if most * a.memory > memory:
         raise UserError(
-            f"{most} replicas of {a.memory >> 20:,} MiB do not fit into the {memory >> 20:,} MiB that Ray has: give at "
-            f"most {memory // a.memory}"
+            f"{most} replicas of {a.memory >> 20:,} MiB do not fit into the {memory >> 20:,} MiB that Ray has: give "
+            + (f"at most {memory // a.memory}" if memory >= a.memory else "a smaller --memory-budget, or more memory")
         )
+
+
+def delete(name: str, gcs: str) -> None:
+    """Take an application from Serve; answers that are begun are ended.
+
+    Where Ray's own processes have gone before, this one goes at once: Ray would look for them for a minute.
+
+    Args:
+        gcs: HOST:PORT of Ray's global control service.
+    """
+    from ray import serve
+
+    def deletes() -> None:
+        with contextlib.suppress(Exception):  # what it no longer reaches ends with Ray
+            serve.delete(name)
+
+    (ending := threading.Thread(target=deletes, daemon=True)).start()
+    host, _, port = gcs.rpartition(":")
+    while ending.is_alive():
+        ending.join(0.2)
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 1).close()
+        except OSError:
+            os._exit(128 + signal.SIGTERM)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -156,10 +185,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"Ray does not start: {one_line(error)}") from error
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # Ray has put its own there
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    try:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as ending:
+        ending.callback(ray.shutdown)
         fit(arguments, levels.bundle, ray.cluster_resources())
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         serve.start(http_options={"host": arguments.host, "port": arguments.port}, logging_config=quiet)
+        if arguments.address:  # of a cluster's Serve only what is ours
+            ending.callback(serve.delete, levels.name)
+        else:
+            ending.callback(delete, levels.name, ray.get_runtime_context().gcs_address)
         try:
             serve.run(application(arguments, token), name=levels.name, logging_config=quiet)
         except RuntimeError as error:
@@ -172,11 +206,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
         threading.Event().wait()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        serve.delete(levels.name)  # of a cluster's Serve only what is ours; answers that are begun are ended
-        ray.shutdown()
     return 0
 
 

@@ -219,6 +219,9 @@ def understand(body: str | bytes, files: list[bytes] | None, limits: Limits) -> 
     messages, data = _with_images(asked.messages, files, remote)
     upright = asked.unicache.kept_patches
     checked = [images.check(each, limits.pixels, number, upright) for number, each in enumerate(data, 1)]
+    question = next((message.content for message in reversed(asked.messages) if message.role == "user"), [])
+    if not any(isinstance(part, Text) and part.text.strip() for part in question):  # as `ask` does, with images or not
+        raise Refused(400, "the question is empty: the last user message needs a text", param="messages")
     return Asked(asked, messages, checked, tokens, sampling)
 
 

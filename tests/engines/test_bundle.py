@@ -99,7 +99,7 @@ def test_not_a_folder(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "nowhere is not a folder")
     (tmp_path / "file").write_text("x")
     refused(tmp_path / "file", "file is not a folder")
-    refused(tmp_path, "not a bundle")
+    refused(tmp_path, r"not a bundle .*: give a folder that export/build\.py wrote; it builds one with .*--out FOLDER$")
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ def test_mistakes_are_one_line_and_leave_nothing(out: Path, tmp_path: Path, caps
         (["--out", str(tmp_path / "dangling")], "dangling exists"),
         (["--out", free, "--name", "../up"], "'../up' is no name of a model"),
         (["--out", free, "--level", "heavy"], "no level 'heavy' in"),
+        (["--out", free, "--backend", "foo"], "unknown backend 'foo': choose auto, ort, trt-rtx, trt"),
+        (["--out", free, "--threads", "257"], "threads must be from 1 to 256, got 257"),
         (["--out", free, "--instances", "0"], "argument --instances: must be at least 1, got 0: see "),
         ([], "required: --out"),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,17 +77,35 @@ def test_wrong_threads(threads: Any, bundle_path: Path) -> None:
         runtime.open(bundle_path, threads=threads)
 
 
-@pytest.mark.parametrize("level", ["odd", ""])
-def test_wrong_level(level: str, bundle_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"no level '{level}'.*choose loose, tight"):
+@pytest.mark.parametrize("path", [None, 3, b"bundle", ["bundle"]])
+def test_wrong_path(path: Any) -> None:
+    with pytest.raises(UserError, match="a bundle's folder must be a path, got"):
+        runtime.open(path)
+
+
+@pytest.mark.parametrize("budget", [2.5, True, b"2GiB", ["2GiB"], 0])
+def test_wrong_budget(budget: Any, bundle_path: Path) -> None:
+    with pytest.raises(UserError, match="memory_budget must be"):
+        runtime.open(bundle_path, memory_budget=budget)
+
+
+@pytest.mark.parametrize("level", ["odd", "", 3, ["loose"], {}])
+def test_wrong_level(level: Any, bundle_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"no level {re.escape(repr(level))}.*choose loose, tight"):
         runtime.open(bundle_path, level=level)
 
 
 @pytest.mark.parametrize(
     ("backend", "message"),
-    [("cuda", "choose auto, ort, trt-rtx, trt"), ("trt", "backend trt cannot"), ("trt-rtx", "backend trt-rtx cannot")],
+    [
+        ("cuda", "choose auto, ort, trt-rtx, trt"),
+        (None, "unknown backend None"),
+        (["ort"], "unknown backend"),
+        ("trt", "backend trt cannot"),
+        ("trt-rtx", "backend trt-rtx cannot"),
+    ],
 )
-def test_wrong_backend(backend: str, message: str, bundle_path: Path) -> None:
+def test_wrong_backend(backend: Any, message: str, bundle_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         runtime.open(bundle_path, backend=backend)
 

@@ -267,5 +267,5 @@ def test_formats_that_run_programs_are_refused(tmp_path: Path) -> None:
 def test_text_file_is_no_image(tmp_path: Path) -> None:
     path = tmp_path / "notes.png"
     path.write_text("not an image")
-    with pytest.raises(UserError, match=r"notes\.png: not a readable image"):
+    with pytest.raises(UserError, match=r"notes\.png: not a readable image: damaged, or none of PNG, JPEG, "):
         load_rgb(path)

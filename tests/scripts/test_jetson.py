@@ -113,6 +113,8 @@ def test_it_ends_where_a_command_fails(jetson: Jetson) -> None:
         ("6.2", ["--fast"], "unknown option --fast: see  scripts/jetson_setup.sh --help"),
         ("6.2", ["--swap"], "--swap needs a value"),
         ("6.2", ["--swap", "8G"], "--swap needs a whole number, got '8G'"),
+        ("6.2", ["--swap", "0"], "--swap needs at least 1, got '0'"),
+        ("6.2", ["--arch", "00"], "--arch needs at least 1, got '00'"),
         ("6.2", ["--power-mode", "max"], "--power-mode needs a whole number, got 'max'"),
     ],
 )
@@ -154,3 +156,24 @@ def test_the_how_to_shows_what_there_is() -> None:
     for option in re.findall(r"jetson_setup\.sh (--[a-z-]+)|`(--(?:clocks|headless|swap)[^`]*)`", text):
         assert next(filter(None, option)).split()[0] in options
     _parser().parse_args(["plans", "model", "--backend", "trt"])
+
+
+def test_the_how_tos_first_block_runs_as_it_is_typed(tmp_path: Path) -> None:
+    """With stand-ins for what it calls: on the device it finds the setup, the environment and the bundle."""
+    block = (ROOT / "scripts" / "jetson.md").read_text().partition("```bash\n")[2].partition("```")[0]
+    here, home = tmp_path / "here", tmp_path / "home"
+    (here / "build" / "model").mkdir(parents=True)
+    checkout = home / "unicache-edge"
+    (checkout / ".venv-jetson" / "bin").mkdir(parents=True)
+    (checkout / ".venv-jetson" / "bin" / "activate").touch()
+    (checkout / "scripts").mkdir()
+    setup = checkout / "scripts" / "jetson_setup.sh"
+    setup.write_text("#!/bin/sh\n")
+    setup.chmod(0o755)
+    stand_ins = """
+        rsync() { cp -r "$2" "$HOME/${3#jetson:}"; }
+        python() { [ "$1" != -m ] || { echo "$2 $3"; [ -d "$4" ]; }; }
+    """
+    line = ["bash", "-e", "-c", stand_ins + block]
+    done = subprocess.run(line, cwd=here, env=os.environ | {"HOME": str(home)}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "engines plans\nruntime ask\n")

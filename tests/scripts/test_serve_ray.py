@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +140,8 @@ def test_what_does_not_fit_is_refused_before_it_starts(path: Path) -> None:
     with pytest.raises(UserError, match="2 replicas of 3 threads need 6 cores"):
         fitted(threads=3)
     FEW_MEMORY = {"CPU": 64.0, "memory": 1e9}
+    with pytest.raises(UserError, match="that Ray has: give a smaller --memory-budget, or more memory"):
+        fitted(memory_budget="100GiB")
     with pytest.raises(
         UserError, match=r"4 replicas of \d+ MiB do not fit into the 953 MiB that Ray has: give at most 3"
     ):
@@ -169,3 +173,48 @@ def test_mistakes(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert serve_ray.main([str(path)]) == 2
     assert "Ray is not installed: in this project's folder, type pip install '.[serve,ray]'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in of Ray, whose Serve is never started."""
+    stand_in = SimpleNamespace(
+        __spec__=ModuleSpec("ray", None),
+        init=lambda *_, **__: None,
+        cluster_resources=lambda: FEW,
+        shutdown=lambda: None,
+        serve=SimpleNamespace(delete=lambda name: pytest.fail("Serve was never started")),
+    )
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    return stand_in
+
+
+def test_what_does_not_fit_is_one_line(path: Path, ray: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    ended: list[str] = []
+    ray.shutdown = lambda: ended.append("Ray")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert serve_ray.main([str(path), "--replicas", "50", "--port", "0"]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: 50 replicas of 1 threads need 50 cores, and there are 4")
+    assert ended == ["Ray"]
+
+
+def test_it_does_not_wait_for_a_ray_that_has_gone(ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    deleted: list[str] = []
+    ray.serve.delete = deleted.append
+    with socket.create_server(("127.0.0.1", 0)) as gcs:
+        address = f"127.0.0.1:{gcs.getsockname()[1]}"
+        serve_ray.delete("toy", address)
+    assert deleted == ["toy"]
+    never = threading.Event()
+    ray.serve.delete = lambda name: never.wait(60)
+    monkeypatch.setattr("os._exit", sys.exit)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            serve_ray.delete("toy", address)
+    finally:
+        never.set()
+    assert ended.value.code == 128 + signal.SIGTERM
