@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 HIGH, LOW = Gate.high, Gate.low
 COMPLEXITY = Fallback()
 SLACK = 8 * MIB  # a request's Python objects, and what memory is left in pieces that are too small
-FIRST = 4 * MIB  # what reading a first prompt imports and keeps, before the request is let in
+FIRST = 7 * MIB  # what a first prompt leaves before the request is let in: 6 MiB of a server, measured
 VOCABULARY = 64  # bytes a token of the vocabulary: sorting, drawing from and copying of logits
 MAPPED = 2**16  # bytes of the embedding table that Linux maps where one row is read
 
@@ -64,9 +64,10 @@ def opened(bundle: Bundle, budget: int, backend: str, threads: int | None, libra
     except OSError as error:
         raise UserError(f"a memory budget needs Linux, which tells memory in use ({error}): leave it out") from error
     costs = probe.costs(bundle, threads, library)
+    import numpy.random  # noqa: F401 (what is imported counts as this process', also what is used later)
     from PIL import Image
 
-    Image.init()  # imports its decoders, and what is imported counts as this process'
+    Image.init()  # imports its decoders
     return Memory(budget, costs)
 
 

@@ -80,7 +80,7 @@ class Chat:
         print(flush=True)
 
     def _image(self, file: str) -> None:
-        self.vlm.pixels([file])  # a mistake is told here, and not with the question
+        self.vlm.decoding([file])  # a mistake in its header is told here; room to decode it is the question's
         self.images.append(file)
 
     def _save(self, file: str) -> None:

@@ -45,9 +45,9 @@ class OverBudget(UserError):
 
 def parse_size(text: str) -> int:
     """Bytes of `2GiB`, `512 MiB`, `1.5GB`, or a plain number of bytes."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?|)b?", text.strip().lower())
+    found = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]+)?)\s*([kmgt]i?|)b?", text.strip().lower())
     if not found:
-        raise UserError(f"{text!r} is no size: write it like  2GiB, 512MiB or 1.5GB")
+        raise UserError(f"{text[:40]!r} is no size: write it like  2GiB, 512MiB or 1.5GB")
     return int(float(found[1]) * UNITS[found[2]])
 
 

@@ -24,6 +24,7 @@ MAX_FILE_BYTES = 256 * 2**20
 # Bytes a pixel that decoding takes at most: Pillow's copies and its decoders' own (22 kinds of files: 13 to 35); an
 # array with an alpha channel is composited in float64 (65).
 DECODING, COMPOSITING = 40, 72
+UNPACKED = 2**19  # of a PNG's text, or its color profile; Pillow, which unpacks it with the header, allows 64 MiB
 # Only plain decoders: Pillow would hand an EPS file to an external program.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF", "TGA", "ICO")
 
@@ -103,10 +104,11 @@ def opened(file: Path | BytesIO, name: str) -> Iterator[PILImage]:
     Raises:
         UserError: what is done with it fails, or it is no image, or has too many pixels.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
     try:
         Image.init()
+        PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = UNPACKED
         with Image.open(file, formats=[kind for kind in FORMATS if kind in Image.OPEN]) as image:
             # Pillow warns above its limit (89 megapixels) and refuses only twice that. Filters of warnings belong to
             # the whole process, so its warning is not made an error: other threads may open images too.

@@ -15,18 +15,17 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from runtime.generate import Result, TextStream
-from runtime.memory import Need, Reservation
 from runtime.server.answers import Answer, event
-from runtime.server.errors import RETRY, Refused
+from runtime.server.errors import Refused
 from runtime.server.guard import Guard
 from runtime.server.levels import Levels
 from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.protocol import Asked, Limits, check_length, read
+from runtime.server.room import Room
 from runtime.server.worker import Job, Worker
 
 __all__ = ["Limits", "create"]
 
-READING = 4  # bytes that are taken for each of a request: its text, twice, and the images in it
 PAGE = Path(__file__).parent / "page"
 
 
@@ -93,8 +92,8 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
     async def chat(request: Request) -> Response:
         leave = worker.enter()
         try:
-            room = _room(request, levels, limits)
-            asked = await _arrived(request, limits)
+            room = Room(levels.memory, lambda: worker.here > 1)
+            asked = await _arrived(request, limits, room)
             room.release()  # what it took is in memory, and counted there
             level, reason = levels.level(asked.request.model)
             check_length(asked.messages, levels.bundle.manifest.levels[level].max_positions)
@@ -148,25 +147,12 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
     return app
 
 
-async def _arrived(request: Request, limits: Limits) -> Asked:
+async def _arrived(request: Request, limits: Limits, room: Room) -> Asked:
     """The request, if it comes in time: a place is taken while it is read."""
     try:
-        return await asyncio.wait_for(read(request, limits), limits.body_seconds)
+        return await asyncio.wait_for(read(room.entered(request), limits, room.take), limits.body_seconds)
     except asyncio.TimeoutError:  # noqa: UP041 (in Python 3.10 another one than the builtin)
         raise Refused(408, f"the request did not arrive within {limits.body_seconds:g} s", "timeout") from None
-
-
-def _room(request: Request, levels: Levels, limits: Limits) -> Reservation:
-    """Room in the memory budget for reading a request."""
-    length = request.headers.get("content-length", "")
-    known = length.isdecimal() and not limits.image_hosts
-    need = Need(frozenset(), READING * (int(length) if known else limits.body_bytes))
-    if levels.memory is None:
-        return Reservation(need)
-    if reserved := levels.memory.reserve(need):
-        return reserved
-    levels.memory.refused += 1
-    raise Refused(503, "no memory is left to read the request: try again", "memory_in_use", headers=RETRY)
 
 
 def _start(levels: Levels, level: str, asked: Asked) -> TextStream:

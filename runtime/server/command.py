@@ -108,6 +108,7 @@ def prepared(arguments: argparse.Namespace) -> tuple[Levels, Limits]:
     """The opened bundle, and what the server takes."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve needs {', '.join(missing)}: in this package's folder, type pip install '.[serve]'")
+    import runtime.server.serve  # noqa: F401 (below)
     from runtime.memory import one_arena
     from runtime.model import VLM
     from runtime.monitor import Watch

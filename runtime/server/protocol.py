@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from runtime.server import images
 from runtime.server.errors import Refused
 from runtime.server.images import Image
 from runtime.server.remote import Host, Remote
+from runtime.server.room import PACKED, PIECE, READING, UNPACKING
 
 # Values with which these ask for nothing; with any other they are refused by name. None never asks for anything.
 NEUTRAL: dict[str, Any] = {
@@ -37,6 +39,7 @@ FILES = 64
 TOP_LOGPROBS = 20
 CHARACTERS = 16  # that a token of a prompt has at most, on average: what is longer cannot fit, and is not tokenized
 STOP = 256  # characters of a stop string
+PIECES = 2**14  # that a request may have: fields and elements, by its commas and brackets
 
 
 class Part(BaseModel):
@@ -177,8 +180,11 @@ class Asked:
     sampling: Sampling
 
 
-async def read(request: Request, limits: Limits) -> Asked:
+async def read(request: Request, limits: Limits, take: Callable[[int], None]) -> Asked:
     """Read a request, JSON or multipart.
+
+    Args:
+        take: called with bytes of memory before they are allocated; it refuses what there is no room for.
 
     Raises:
         Refused: it is not understood, asks for what is not supported, or is over a limit.
@@ -186,19 +192,27 @@ async def read(request: Request, limits: Limits) -> Asked:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     files: list[bytes] | None = None
     if kind == "application/json":
-        body: str | bytes = await request.body()
+        body = await request.body()
     elif kind == "multipart/form-data":
         async with request.form(max_files=FILES, max_fields=1, max_part_size=limits.body_bytes) as form:
             if not isinstance(text := form.get(FORM), str) or set(form) - {FORM, FILE}:
                 raise Refused(400, f"a multipart request has one field {FORM!r}, JSON, and files {FILE!r}")
-            body, files = text, [await file.read() for file in form.getlist(FILE) if isinstance(file, UploadFile)]
+            body = text.encode(errors="replace")
+            files = [await file.read() for file in form.getlist(FILE) if isinstance(file, UploadFile)]
     else:
         raise Refused(415, f"content type {kind!r}: send application/json or multipart/form-data")
-    return await run_in_threadpool(understand, body, files, limits)
+    return await run_in_threadpool(understand, body, files, limits, take)
 
 
-def understand(body: str | bytes, files: list[bytes] | None, limits: Limits) -> Asked:
+def understand(
+    body: bytes, files: list[bytes] | None, limits: Limits, take: Callable[[int], None] = lambda count: None
+) -> Asked:
     """Check a request's JSON, and the headers of its images; `files` are those of a multipart request."""
+    if (pieces := sum(map(body.count, (b",", b"{", b"[")))) > PIECES:  # each is an object, or is in a text
+        message = f"{pieces} commas and opening brackets are more than the {PIECES} of a request: send fewer parts"
+        raise Refused(413, message, "too_large")
+    wide = not body.isascii() or b"\\u" in body  # Python gives all letters of a text the width of its widest
+    take(PIECE * pieces + READING * wide * len(body))
     try:
         asked = ChatRequest.model_validate_json(body)
         sampling = asked.sampling
@@ -215,8 +229,9 @@ def understand(body: str | bytes, files: list[bytes] | None, limits: Limits) -> 
         raise Refused(400, message, param="max_tokens")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise Refused(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    remote = Remote(limits.image_hosts, limits.body_bytes, limits.body_seconds)
+    remote = Remote(limits.image_hosts, limits.body_bytes, limits.body_seconds, take)
     messages, data = _with_images(asked.messages, files, remote)
+    take(UNPACKING * any(kind in each for each in data for kind in PACKED))  # one after another
     upright = asked.unicache.kept_patches
     checked = [images.check(each, limits.pixels, number, upright) for number, each in enumerate(data, 1)]
     question = next((message.content for message in reversed(asked.messages) if message.role == "user"), [])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import urllib.request
+from collections.abc import Callable
 from http.client import HTTPException
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from engines.errors import one_line
 from runtime.server.errors import Refused
+from runtime.server.room import FETCHING
 
 PIECE = 1 << 16
 PORTS = {"http": 80, "https": 443}
@@ -42,13 +44,16 @@ class Remote:
         left: bytes that may still come, of all its images together.
     """
 
-    def __init__(self, hosts: frozenset[Host], most: int, seconds: float) -> None:
+    def __init__(
+        self, hosts: frozenset[Host], most: int, seconds: float, take: Callable[[int], None] = lambda count: None
+    ) -> None:
         """
         Args:
             most: bytes of all images together.
             seconds: until the last of them is here.
+            take: called with the memory that a piece takes.
         """
-        self._hosts, self._most, self.left = hosts, most, most
+        self._hosts, self._most, self.left, self._take = hosts, most, most, take
         self._ends = time.monotonic() + seconds
         self._opener = urllib.request.build_opener(_Direct, urllib.request.ProxyHandler({}))
 
@@ -78,6 +83,7 @@ class Remote:
                     if self.left < 0:
                         message = f"the images of a request may have {self._most >> 20} MiB together: serve --max-body"
                         raise Refused(400, f"{message} allows more", "image_too_large", "image_url")
+                    self._take(FETCHING * len(piece))
                     pieces.append(piece)
                     self._seconds()
                 if response.length:  # read1 does not complain

@@ -9,6 +9,8 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+import uvicorn.loops.auto  # what uvicorn imports when it runs is to count as in use before that
+import uvicorn.protocols.http.h11_impl
 from fastapi import FastAPI
 
 from runtime.server.app import create

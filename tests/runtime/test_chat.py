@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 import runtime
-from engines.errors import command
+from engines.errors import UserError, command
 from runtime.__main__ import main
 from runtime.chat import Chat
 from runtime.sampling import GREEDY
@@ -173,3 +173,15 @@ def test_wrong_options_are_told_before_the_chat(bundle_path: Path, capsys: pytes
     for options, told in ((["--max-new-tokens", "0"], "max_new_tokens"), (["--top-k", "3"], "--temperature 1")):
         assert command(main)(["chat", str(bundle_path), *options]) == 2
         assert told in capsys.readouterr().err
+
+
+def test_an_image_is_decoded_where_its_question_has_room_for_it(
+    bundle_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Chat(runtime.open(bundle_path, level="tight", threads=1), 2, GREEDY)
+    monkeypatch.setattr("runtime.model.preprocess", lambda *_: pytest.fail("it is decoded"))
+    talk.take(f"/image {(path := saved_image(tmp_path, 0))}")
+    assert talk.images == [str(path)]
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(UserError, match="not a readable image"):
+        talk.take(f"/image {path}")

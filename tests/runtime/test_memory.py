@@ -29,7 +29,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1,5GiB", "2 GiBs", "two", "1e9", "nan", "2Gi B", "0x10"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1,5GiB", "2 GiBs", "two", "1e9", "2Gi B", "0x10", "9" * 400])
 def test_what_is_no_size_is_one_line(text: str, bundle_path: Path) -> None:
     with pytest.raises(UserError, match="no size: write it like"):
         runtime.open(bundle_path, memory_budget=text)

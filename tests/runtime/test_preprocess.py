@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -20,7 +21,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from engines.errors import UserError
 from engines.preprocessor import ImagePreprocessor
 from runtime import preprocess as module
-from runtime.preprocess import load_rgb, opened, preprocess
+from runtime.preprocess import UNPACKED, load_rgb, opened, preprocess
 
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 STEP = 1 / 255 / max(STD)  # one level of an 8-bit channel, after normalisation
@@ -269,3 +270,20 @@ def test_text_file_is_no_image(tmp_path: Path) -> None:
     path.write_text("not an image")
     with pytest.raises(UserError, match=r"notes\.png: not a readable image: damaged, or none of PNG, JPEG, "):
         load_rgb(path)
+
+
+@pytest.mark.parametrize("kind", ["zTXt", "iTXt", "iCCP"])
+def test_what_a_small_file_unpacks_to_is_bounded(kind: str) -> None:
+    """Pillow unpacks it as it reads the header, also what nobody asks for."""
+    file, info = io.BytesIO(), PngInfo()
+    for number in range(3):
+        text = "a" * (UNPACKED // 2)
+        if kind == "zTXt":
+            info.add_text(f"k{number}", text, zip=True)
+        else:
+            info.add_itxt(f"k{number}", text, zip=True)
+    profile = bytes(UNPACKED + 1) if kind == "iCCP" else None
+    Image.new("RGB", (8, 8)).save(file, "PNG", pnginfo=None if profile else info, icc_profile=profile)
+    assert len(file.getvalue()) < 10_000
+    with pytest.raises(UserError, match=r"not a readable image: .*(text chunks|too large)"):
+        load_rgb(file.getvalue())

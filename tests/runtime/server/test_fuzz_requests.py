@@ -114,4 +114,4 @@ def test_a_multipart_body_of_any_bytes(served: Served, body: bytes, boundary: st
 def test_an_image_of_any_bytes(served: Served, data: bytes) -> None:
     body = question("what is it", max_tokens=2, unicache={"kept_patches": True})
     body["messages"][0]["content"].insert(0, {"type": "image_url", "image_url": {"url": data_url(data)}})
-    answered(served, json.dumps(body))
+    answered(served, json.dumps(body).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -10,18 +11,26 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import PIL.Image
 import pytest
+from PIL.PngImagePlugin import PngInfo
 
 from engines import bundle as bundles
 from engines.bundle import Bundle
 from runtime import memory, probe
 from runtime.memory import MIB, Cost, Need
 from runtime.model import VLM
+from runtime.preprocess import UNPACKED
+from runtime.server import protocol
+from runtime.server.errors import Refused
 from runtime.server.levels import Levels
+from runtime.server.protocol import PIECES, Limits, understand
+from runtime.server.room import READING
 from tests.runtime.asking import image
 from tests.runtime.server.conftest import Served, png, question, serving
 
@@ -84,12 +93,94 @@ def test_what_fits_later_is_503_with_retry_after(budgeted: Served, process: Simp
 
 
 def test_a_body_needs_room_before_it_is_read(budgeted: Served, process: SimpleNamespace) -> None:
+    leave = budgeted.worker.enter()  # as another request
     process.resident = 400 * MIB
     status, headers, body = budgeted.chat(question("what is it"))
     assert (status, body["error"]["code"], headers["retry-after"]) == (503, "memory_in_use", "2")
+    leave()
     process.resident = 100 * MIB
     assert budgeted.chat(question("what is it", max_tokens=2))[0] == 200
     assert budgeted.worker.here == 0
+
+
+def test_a_body_in_pieces_takes_room_as_it_comes(budgeted: Served, process: SimpleNamespace) -> None:
+    """Not all that it might come to be: that would never fit."""
+    process.resident = 280 * MIB  # four times the largest body, 128 MiB, would not be left
+    body = json.dumps(question("what is it", max_tokens=2)).encode()
+    assert budgeted.chat(iter([body[:9], body[9:]]))[0] == 200  # http.client sends chunks
+    process.resident = 399 * MIB
+    status, _, refused = budgeted.chat(iter([body, b" " * (MIB // 7)]))
+    assert (status, refused["error"]["code"]) == (413, "over_memory_budget")  # no other is here that could end
+    assert budgeted.worker.here == 0
+
+
+def test_a_body_that_never_fits_is_413_and_says_what_to_do(budgeted: Served, process: SimpleNamespace) -> None:
+    assert budgeted.levels.memory
+    budgeted.levels.memory.budget = 100 * MIB + 7 * 2**16
+    status, headers, body = budgeted.chat(b" " * (2**16 + 1))
+    assert (status, body["error"]["code"]) == (413, "over_memory_budget")
+    assert "send less, or serve with a larger --memory-budget" in body["error"]["message"]
+    assert "retry-after" not in headers
+
+
+@pytest.mark.parametrize("piece", ["[]", "{}", '{"a":1}', '"ab"', "1e5", '{"type":"text","text":"a"}'])
+@pytest.mark.parametrize("field", ["metadata", "messages", "content", "stop", "annotations"])
+def test_reading_takes_no_more_than_was_taken_for_it(field: str, piece: str) -> None:
+    """As many values as are read, right or wrong, beside a long text: measured, the libraries' own included."""
+    many = f"[{','.join([piece] * (PIECES // (1 + sum(map(piece.count, ',{['))) - 30))}]"
+    fields = {"metadata": "null", "stop": "null", "messages": '[{"role":"user","content":"hi"}]', "model": '"a"'}
+    if field in ("content", "annotations"):
+        other = "" if field == "content" else '"content":"hi",'
+        fields["messages"] = f'[{{"role":"user",{other}"{field}":{many}}}]'
+    else:
+        fields[field] = many
+    for letter in ("a", "\U0001f600"):
+        text = letter + "a" * MIB
+        body = json.dumps({"user": text}, ensure_ascii=False)[:-1] + "".join(f',"{k}":{v}' for k, v in fields.items())
+        assert peak((body + "}").encode()) <= 0
+
+
+@pytest.mark.parametrize("letter", ["a", "\U0001f600"])
+def test_images_take_no_more_than_was_taken_for_them(letter: str) -> None:
+    url = f"data:image/png;base64,{letter}{'a' * (8 * MIB - 1)}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    body = {"model": "a", "messages": [{"role": "user", "content": parts}]}
+    for ascii_only in (True, False):
+        assert peak(json.dumps(body, ensure_ascii=ascii_only).encode()) <= 0
+
+
+def test_unpacked_text_of_an_image_takes_no_more_than_was_taken_for_it() -> None:
+    taken: list[int] = []
+    for first in ("", "", "\U0001f600"):  # the first one imports
+        info = PngInfo()
+        for number in range(30):
+            info.add_itxt(f"k{number}", first + "a" * (UNPACKED - 9), zip=True)
+        file = io.BytesIO()
+        PIL.Image.new("RGB", (8, 8)).save(file, "PNG", pnginfo=info)
+        assert len(file.getvalue()) < 100_000
+        body = question("what is it", file.getvalue())
+        taken.append(peak(json.dumps(body).encode()))
+    assert max(taken[1:]) <= 0
+
+
+def peak(body: bytes) -> int:
+    """Bytes that reading a request took, more than it took room for."""
+    taken = [READING * len(body)]
+    memory.settle()
+    before = memory.resident()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest begins anew
+    with suppress(Refused):
+        understand(body, None, Limits(), taken.append)
+    status = Path("/proc/self/status").read_text()
+    highest = next(int(row.split()[1]) * 1024 for row in status.splitlines() if row.startswith("VmHWM"))
+    return highest - before - sum(taken)
+
+
+def test_a_request_of_too_many_pieces_is_not_parsed(budgeted: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol.ChatRequest, "model_validate_json", lambda *_: pytest.fail("it is parsed"))
+    status, _, body = budgeted.chat(question("what is it", metadata=[{}] * PIECES))
+    assert (status, body["error"]["code"]) == (413, "too_large")
+    assert "send fewer parts" in body["error"]["message"]
 
 
 def test_levels_share_the_budget(budgeted: Served) -> None:
@@ -135,5 +226,28 @@ def test_a_real_server_never_exceeds_its_budget(demo_bundle: Bundle) -> None:
             assert highest <= budget
             assert statuses.count(200) > 10
             assert {*statuses} <= {200, 413, 429, 503}
+        finally:
+            process.terminate()
+
+
+@pytest.mark.slow
+def test_the_least_budget_that_a_server_tells_is_enough_for_a_question_about_an_image(demo_bundle: Bundle) -> None:
+    line = [sys.executable, "-m", "runtime", "serve", str(demo_bundle.path), "--port", "0", "--threads", "1"]
+    told = subprocess.run([*line, "--memory-budget", "50MiB"], capture_output=True, text=True, check=False).stderr
+    least = re.search(r"give at least +(\d+MiB)$", told.strip())
+    assert least, told
+    with subprocess.Popen([*line, "--memory-budget", least[1]], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            url = re.search(r"http://\S+", process.stdout.readline())
+            assert url
+            picture = png(np.zeros((64, 64, 3), np.uint8))
+            body = question("what color is the shape?", picture, model=demo_bundle.path.name, max_tokens=8)
+            for _ in range(5):
+                request = urllib.request.Request(
+                    f"{url[0]}v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+                )
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    assert response.status == 200
         finally:
             process.terminate()
