@@ -167,7 +167,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     if importlib.util.find_spec("ray") is None:
-        raise UserError("Ray is not installed: in this project's folder, type  pip install '.[serve,ray]'")
+        advice = "type  . .venv/bin/activate  where scripts/test.sh made that, or  pip install '.[serve,ray]'"
+        raise UserError(f"Ray is not installed: in this project's folder, {advice}")
     levels, _ = server.prepared(arguments)  # what is wrong with the bundle is told before anything is started
     token = server.token_of(arguments)
     with server.listen(arguments.host, arguments.port) as free:

@@ -113,7 +113,7 @@ def test_decoding_an_image_takes_no_more_than_its_header_says() -> None:
 
 
 PROMISE = """
-import json, resource, sys, threading
+import json, sys, threading
 import numpy as np
 import runtime
 from engines.errors import UserError
@@ -148,7 +148,9 @@ def work():
 
 threads = [threading.Thread(target=work) for _ in range(int(sys.argv[4]))]
 [thread.start() for thread in threads], [thread.join() for thread in threads]
-print(json.dumps([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, told]))
+# Not ru_maxrss, in which the process that started this one counts too.
+highest = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(json.dumps([highest * 1024, told]))
 """
 
 

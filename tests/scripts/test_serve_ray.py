@@ -172,7 +172,7 @@ def test_mistakes(
             assert message in line
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert serve_ray.main([str(path)]) == 2
-    assert "Ray is not installed: in this project's folder, type pip install '.[serve,ray]'" in capsys.readouterr().err
+    assert "Ray is not installed: in this project's folder, type . .venv/bin/activate" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -183,8 +183,9 @@ def test_a_body_over_the_limit_is_refused_however_it_is_sent(serve: Serve) -> No
     small = serve(body_bytes=1000)
     body = json.dumps(question("what " * 500)).encode()
     assert "larger than" in refusal(small.chat(body), 413)["message"]
-    for kind in ("application/json", "multipart/form-data; boundary=edge"):
-        pieces = (body[i : i + 100] for i in range(0, len(body), 100))  # without a length: chunked
+    file = b'--edge\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n' + body
+    for kind, sent in (("application/json", body), ("multipart/form-data; boundary=edge", file)):
+        pieces = (sent[i : i + 100] for i in range(0, len(sent), 100))  # without a length: chunked
         assert (
             "larger than"
             in refusal(small.ask("POST", "/v1/chat/completions", pieces, {"Content-Type": kind}), 413)["message"]
