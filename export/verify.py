@@ -19,7 +19,7 @@ SEEDS = 3  # one token alone can miss a weight that feeds a gate it leaves shut
 TOLERANCE = 2e-3  # float32 sums in another order, a few layers deep, relative to the largest value
 # A kernel may round queries and weights to 16 bits. Random keys draw attention sharper than a model does, and logits of
 # the demo's graphs then err by 5e-3; what is computed wrong errs by tenths. kernel_check.py looks at kernels alone.
-ROUNDED = 2e-2
+KERNEL_TOLERANCE = 2e-2
 
 
 def random_inputs(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
@@ -63,7 +63,7 @@ def largest_error(graph: Graph, exported: bundle.Graph, folder: Path, library: P
         library: kernels of the operators; None: their function bodies run.
 
     Raises:
-        UserError: an output differs by more than `TOLERANCE`, with kernels `ROUNDED`, or in shape.
+        UserError: an output differs by more than `TOLERANCE`, with kernels `KERNEL_TOLERANCE`, or in shape.
     """
     session = OrtSession(folder / exported.file, library=library)
     name = exported.file + (f" with the kernels of {library.name}" if library else "")
@@ -72,7 +72,9 @@ def largest_error(graph: Graph, exported: bundle.Graph, folder: Path, library: P
         feeds = random_inputs(graph, seed)
         with torch.no_grad():
             expected = dict(zip(graph.outputs, graph(*(torch.from_numpy(v) for v in feeds.values())), strict=True))
-        worst = max(worst, _largest_difference(expected, session.run(feeds), name, ROUNDED if library else TOLERANCE))
+        worst = max(
+            worst, _largest_difference(expected, session.run(feeds), name, KERNEL_TOLERANCE if library else TOLERANCE)
+        )
     return worst
 
 

@@ -142,12 +142,17 @@ def test_what_finds_no_room_beside_others_waits_for_them(
         until(lambda: served.worker.here == 0)
 
 
+def slow(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take a while, so that a signal comes in the middle of all answers."""
+    step = served.worker.scheduler.step
+    monkeypatch.setattr(served.worker.scheduler, "step", lambda: (threading.Event().wait(0.01), step()))
+
+
 def test_a_shutdown_lets_all_rows_end(
     served: Served, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endless(served, monkeypatch)
-    step = served.worker.scheduler.step
-    monkeypatch.setattr(served.worker.scheduler, "step", lambda: (threading.Event().wait(0.01), step()))
+    slow(served, monkeypatch)
     answers = [pool.submit(served.chat, question("what is it", max_tokens=n)) for n in (5, 20, 6, 7)]
     until(lambda: served.worker.running == 3)
     served.server.handle_exit(15, None)
@@ -159,8 +164,7 @@ def test_a_second_signal_ends_all_rows(
     served: Served, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endless(served, monkeypatch)
-    step = served.worker.scheduler.step
-    monkeypatch.setattr(served.worker.scheduler, "step", lambda: (threading.Event().wait(0.01), step()))
+    slow(served, monkeypatch)
     answers = [pool.submit(served.chat, question("what is it", max_tokens=1000)) for _ in range(4)]
     until(lambda: served.worker.running == 3 and served.worker.waiting == 1)
     until(lambda: metrics(served)["decode_tokens_total"] > 9)
