@@ -33,6 +33,9 @@ HIGH, LOW = Gate.high, Gate.low
 COMPLEXITY = Fallback()
 SLACK = 8 * MIB  # a request's Python objects, and what memory is left in pieces that are too small
 FIRST = 7 * MIB  # what a first prompt leaves before the request is let in: 6 MiB of a server, measured
+# A process that starts later has more than this one, or less: 2 MiB more if Python compiles what it imports (measured),
+# less if the system has fewer pages of the libraries in memory. A budget that is told is enough for it too.
+ANOTHER = 4 * MIB
 VOCABULARY = 64  # bytes a token of the vocabulary: sorting, drawing from and copying of logits
 MAPPED = 2**16  # bytes of the embedding table that Linux maps where one row is read
 
@@ -71,6 +74,11 @@ def opened(bundle: Bundle, budget: int, backend: str, threads: int | None, libra
     return Memory(budget, costs)
 
 
+def _told(least: int) -> str:
+    """A budget that is enough in another process too, as it is typed."""
+    return f"{math.ceil((least + ANOTHER) / MIB)}MiB"
+
+
 class Admission:
     """Lets requests of one opened level in."""
 
@@ -93,7 +101,7 @@ class Admission:
             raise UserError(
                 f"a memory budget of {size(memory.budget)} is too small for {bundle.path}: a question about one image "
                 f"takes {math.ceil(least / MIB)} MiB at its heaviest level, {size(memory.base)} of them this process "
-                f"before any graph is loaded: give at least  {math.ceil(least / MIB)}MiB"
+                f"before any graph is loaded: give at least  {_told(least)}"
             )
 
     def need(self, request: Request, name: str, decoding: int = 0) -> Need:
@@ -242,7 +250,7 @@ class Admission:
         used, wanted = memory.in_use(), memory.in_use(need)
         advice = "try again when others have ended" if waits else (
             "give smaller or fewer images, less text, or a budget of at least  "
-            f"{math.ceil(max(memory.alone(need), 0 if memory.busy else wanted) / MIB)}MiB"
+            + _told(max(memory.alone(need), 0 if memory.busy else wanted))
         )  # fmt: skip
         return OverBudget(
             f"this takes {size(wanted - used)}, and {size(used)} of the memory budget of {size(memory.budget)} are in "
