@@ -22,6 +22,7 @@ from export.attention import use_hook
 from export.compat import check_transformers
 from export.families import FAMILIES
 from export.graphs import Decoder
+from export.preprocessors import load_processor
 
 
 @dataclass(frozen=True)
@@ -203,11 +204,9 @@ def _skeleton(path: Path) -> Any:
 
 
 def _processor(path: Path) -> Any:
-    from transformers import AutoProcessor
-
     with _quiet():
         try:
-            return AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            return load_processor(path)
         except Exception as error:
             raise UserError(f"{path}: its processor cannot be loaded: {one_line(error)[:300]}") from error
 
