@@ -14,7 +14,7 @@ import numpy as np
 
 from engines.errors import UserError
 from runtime.monitor import Alarm, Watcher
-from runtime.sampling import Logprob, Sampler, Sampling, check_number, logprob
+from runtime.sampling import Distribution, Logprob, Sampler, Sampling, check_number
 from runtime.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -232,6 +232,7 @@ def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Ge
 
     text, stops = Detokenizer(vlm.tokenizer), StopStrings(sampling.stop)
     sampler, ends = Sampler(sampling, request.ids), () if request.ignore_eos else vlm.model.eos_token_ids
+    distribution = Distribution()
     blank = None
     if watch.blindness and request.pixels and not request.keep:  # a session would have read the blank images
         grey = [np.zeros_like(pixels) for pixels in request.pixels]
@@ -250,9 +251,10 @@ def _attempt(vlm: VLM, request: Request, answer: Result, watcher: Watcher) -> Ge
                 stats.stop_reason = "end"
                 break
             answer.tokens.append(token)
+            distribution.read(context.logits[0])
             if sampling.logprobs is not None:
-                answer.logprobs.append(logprob(context.logits[0], token, sampling.logprobs))
-            if watcher.add(context.logits[0], token) and (again := lighter()):
+                answer.logprobs.append(distribution.logprob(context.logits[0], token, sampling.logprobs))
+            if watcher.add(distribution.entropy, token) and (again := lighter()):
                 return again
             if piece := stops.add(text.add(token)):
                 answer.text += piece

@@ -6,6 +6,7 @@ in which a compressed cache breaks an answer while nothing else looks wrong.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -143,12 +144,11 @@ class Watcher:
         self._watch = watch
         self._jump, self._repetition = Jump(watch), Repetition(watch)
 
-    def add(self, logits: np.ndarray, token: int) -> bool:
-        """Whether this token, chosen by the logits [V], raises an alarm."""
+    def add(self, entropy: float, token: int) -> bool:
+        """Whether this token, chosen with this entropy, raises an alarm."""
         self.tokens += 1
-        now = entropy(logits)
-        self.entropy += now
-        jumped, repeats = self._jump.add(now), self._repetition.add(token)
+        self.entropy += entropy
+        jumped, repeats = self._jump.add(entropy), self._repetition.add(token)
         return self._raise("entropy", jumped) | self._raise("repetition", repeats)
 
     def seen(self, logits: np.ndarray, blank: np.ndarray) -> bool:
@@ -185,24 +185,14 @@ class Repetition:
     """Whether the last tokens are one block again and again, whatever its length."""
 
     def __init__(self, watch: Watch) -> None:
-        self._last = np.full(watch.period, -1)  # latest first
-        self._same = np.zeros(watch.period, np.int64)  # for how many tokens each has been the one `period` before it
-        periods = np.arange(1, watch.period + 1)
-        self._enough = np.maximum(watch.repeats * periods, watch.repeated) - periods
+        self._last = deque([-1] * watch.period, watch.period)  # latest first
+        self._same = [0] * watch.period  # for how many tokens each has been the one `period` before it
+        self._enough = [max(watch.repeats * period, watch.repeated) - period for period in range(1, watch.period + 1)]
 
     def add(self, token: int) -> bool:
-        self._same = np.where(self._last == token, self._same + 1, 0)
-        self._last[1:] = self._last[:-1]
-        self._last[0] = token
-        return bool((self._same >= self._enough).any())
-
-
-def entropy(logits: np.ndarray) -> float:
-    """Of the distribution that logits [V] stand for, in nats."""
-    scores = np.maximum(logits - logits.max(), -200)  # e to the -200 is 0 in float32, and 0 times it, unlike -inf, 0
-    weights = np.exp(scores)
-    total = weights.sum()
-    return max(float(np.log(total) - weights @ scores / total), 0.0)
+        self._same = [same + 1 if last == token else 0 for same, last in zip(self._same, self._last, strict=True)]
+        self._last.appendleft(token)
+        return any(map(operator.ge, self._same, self._enough))
 
 
 def distance(logits: np.ndarray, others: np.ndarray) -> float:

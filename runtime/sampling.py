@@ -1,7 +1,7 @@
 """How the next token is chosen from the model's logits: as Hugging Face's `generate` chooses it, in numpy.
 
-Scores are logits whose largest is 0: only differences count, and dividing them by a small temperature overflows
-nothing. What a filter drops becomes -inf.
+The largest logit is made 0 first: only differences count, and dividing them by a small temperature overflows nothing.
+Filters work on e to the power of that, the weights, and make 0 of what they drop.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class Sampler:
         self._sampling = sampling
         self._said = set(prompt)
         self._random = np.random.default_rng(sampling.seed)
+        self._own = self._other = np.empty(0, np.float32)  # [V], as new memory takes as long as what is computed in it
 
     def choose(self, logits: np.ndarray) -> int:
         """The next token, by the logits [V] of the model.
@@ -108,77 +109,123 @@ class Sampler:
             raise UserError(
                 "the model's logits are not numbers: an overflow in a graph, or a preprocessor that does not fit"
             )
+        if s.repetition_penalty != 1 or s.temperature != 0:
+            if len(self._own) != len(logits):
+                self._own, self._other = np.empty((2, len(logits)), np.float32)
+            self._own[:] = logits
         if s.repetition_penalty != 1:
-            logits = penalize(logits, self._said, s.repetition_penalty)
-            token = int(logits.argmax())
+            penalize(self._own, self._said, s.repetition_penalty)
+            token = int(self._own.argmax())
         if s.temperature != 0:
-            token = self._draw(min_p(top_p(top_k(scores(logits, s.temperature), s.top_k), s.top_p), s.min_p))
+            self._own -= self._own[token]
+            token = self._draw(weigh(self._own, self._other, s))
         self._said.add(token)
         return token
 
-    def _draw(self, scores: np.ndarray) -> int:
+    def _draw(self, weights: np.ndarray) -> int:
         """One of V: a block of tokens by its weight, then one of them."""
-        weights = np.exp(scores)
         block = self._pick(block_sums(weights)) * BLOCK
         return block + self._pick(weights[block : block + BLOCK].astype(np.float64))
 
     def _pick(self, weights: np.ndarray) -> int:
         cumulative = weights.cumsum()
         # u < 1, and u * total rounds to less than the total: one is found, and one of weight 0 never is.
-        return int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+        return int(cumulative.searchsorted(self._random.random() * cumulative[-1], side="right"))
 
 
 def block_sums(weights: np.ndarray) -> np.ndarray:
     return np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
 
 
-def penalize(logits: np.ndarray, tokens: set[int], penalty: float) -> np.ndarray:
-    """Make tokens that were said less likely (with a penalty under 1: more)."""
+def penalize(logits: np.ndarray, tokens: set[int], penalty: float) -> None:
+    """Make tokens that were said less likely (with a penalty under 1: more), in place."""
     said = np.fromiter(tokens, np.int64, len(tokens))
     said = said[said < len(logits)]
-    result, its = logits.copy(), logits[said]
-    result[said] = np.where(its < 0, its * penalty, its / penalty)
-    return result
+    its = logits[said]
+    logits[said] = np.where(its < 0, its * penalty, its / penalty)
 
 
-def scores(logits: np.ndarray, temperature: float) -> np.ndarray:
-    return (logits - logits.max()) / np.float32(temperature)
+def weigh(scores: np.ndarray, other: np.ndarray, s: Sampling) -> np.ndarray:
+    """Each token's probability over the likeliest's, and 0 where a filter drops it; in one of both arrays, [V].
+
+    Args:
+        scores: logits whose largest is 0.
+    """
+    scores /= np.float32(s.temperature)
+    if not 0 < s.top_k < len(scores):
+        return filtered(np.exp(scores, out=scores), other, s)
+    tokens = largest(scores, s.top_k)
+    few = filtered(np.exp(scores[tokens]), other[: len(tokens)], s)
+    other[:] = 0
+    other[tokens] = few
+    return other
 
 
-def top_k(scores: np.ndarray, k: int) -> np.ndarray:
-    """Keep the k largest, and what equals the last of them; k = 0 keeps all."""
-    if not 0 < k < len(scores):
-        return scores
-    return np.where(scores < np.partition(scores, -k)[-k], -np.inf, scores)
+def filtered(weights: np.ndarray, other: np.ndarray, s: Sampling) -> np.ndarray:
+    """Weights with 0 in the place of what top-p and min-p drop; the largest is 1."""
+    least = max(top_p(weights, other, s.top_p) if s.top_p < 1 else 0, s.min_p)
+    if least:
+        weights *= weights >= least
+    return weights
 
 
-def top_p(scores: np.ndarray, p: float) -> np.ndarray:
-    """Drop the least likely while all that is dropped has at most 1 - p; among equals the first go first."""
-    if p == 1:
-        return scores
-    ascending = np.sort(scores[scores > -np.inf])
-    weights = np.exp(ascending)
-    sums = block_sums(weights).cumsum()
+def largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Where the `count` largest of [V] stand, and what equals the last of them, in the order of V."""
+    most = np.maximum.reduceat(values, np.arange(0, len(values), BLOCK))
+    # So many blocks have one that is as large as this: what is smaller is none of the largest.
+    least = np.partition(most, -count)[-count] if count <= len(most) else -np.inf
+    found = (values >= least).nonzero()[0]
+    its = values[found]
+    return found[its >= np.partition(its, -count)[-count]] if count < len(found) else found
+
+
+def top_p(weights: np.ndarray, other: np.ndarray, p: float) -> float:
+    """The least weight that stays if the smallest go while all of them have at most 1 - p; of its equals the first go.
+
+    Those equals are made 0 here.
+    """
+    other[:] = weights
+    other.sort()
+    sums = block_sums(other).cumsum()
     most = (1 - p) * sums[-1]
-    block = int(np.searchsorted(sums[:-1], most, side="right"))
-    own = weights[block * BLOCK : (block + 1) * BLOCK].astype(np.float64).cumsum() + (sums[block - 1] if block else 0)
-    dropped = block * BLOCK + int(np.searchsorted(own[:-1], most, side="right"))
-    edge = ascending[dropped]
-    result = np.where(scores < edge, -np.inf, scores)
-    equals = np.flatnonzero(scores == edge)
-    result[equals[: dropped - np.searchsorted(ascending, edge)]] = -np.inf
-    return result
+    block = int(sums[:-1].searchsorted(most, side="right"))
+    own = other[block * BLOCK : (block + 1) * BLOCK].astype(np.float64).cumsum() + (sums[block - 1] if block else 0)
+    dropped = block * BLOCK + int(own[:-1].searchsorted(most, side="right"))
+    edge = other[dropped]
+    if equals := dropped - int(other.searchsorted(edge)):
+        weights[(weights == edge).nonzero()[0][:equals]] = 0
+    return float(edge)
 
 
-def min_p(scores: np.ndarray, p: float) -> np.ndarray:
-    """Drop what is less likely than p times the likeliest."""
-    return np.where(np.exp(scores) < p, -np.inf, scores) if p else scores
+class Distribution:
+    """The model's own probabilities of the next token, before any penalty, temperature or filter.
 
+    Attributes:
+        entropy: in nats.
+        total: logarithm of the sum of the logits' exponentials.
+    """
 
-def logprob(logits: np.ndarray, token: int, top: int) -> Logprob:
-    """Of the chosen token and the `top` likeliest, by the logits [V]."""
-    own = logits - logits.max()
-    own -= np.log(np.exp(own).sum(dtype=np.float64))
-    best = np.argpartition(-own, min(top, len(own)) - 1)[:top] if top else np.empty(0, np.int64)
-    best = best[np.lexsort((best, -own[best]))]
-    return Logprob(token, float(own[token]), [(int(other), float(own[other])) for other in best])
+    def __init__(self) -> None:
+        self.entropy, self.total = 0.0, 0.0
+        self._scores = self._weights = np.empty(0, np.float32)  # [V]
+
+    def read(self, logits: np.ndarray) -> None:
+        """Those that logits [V] stand for."""
+        if len(self._scores) != len(logits):
+            self._scores, self._weights = np.empty((2, len(logits)), np.float32)
+        best = logits.max()
+        np.subtract(logits, best, out=self._scores)
+        np.maximum(
+            self._scores, -200, out=self._scores
+        )  # e to the -200 is 0 in float32, and 0 times it, unlike -inf, 0
+        np.exp(self._scores, out=self._weights)
+        total = float(self._weights.sum())
+        self.entropy = max(math.log(total) - float(self._weights @ self._scores) / total, 0.0)
+        self.total = float(best) + math.log(total)
+
+    def logprob(self, logits: np.ndarray, token: int, top: int) -> Logprob:
+        """Of the chosen token and the `top` likeliest, by the logits that were read."""
+        found = largest(logits, top).tolist() if top else []
+        likeliest = sorted(zip((-logits[found]).tolist(), found, strict=True))[:top]
+        own = float(logits[token]) - self.total
+        return Logprob(token, own, [(other, -negative - self.total) for negative, other in likeliest])

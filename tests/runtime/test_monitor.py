@@ -33,18 +33,6 @@ def probabilities(logits: list[float]) -> list[float]:
     return [math.exp(value) / total for value in logits]
 
 
-@given(values, st.integers(0, 3))
-def test_entropy(logits: list[float], impossible: int) -> None:
-    wanted = -sum(p * math.log(p) for p in probabilities(logits) if p > 0)
-    given = np.array(logits + [-np.inf] * impossible, np.float32)
-    assert monitor.entropy(given) == pytest.approx(wanted, abs=1e-4)
-
-
-def test_entropy_of_what_is_certain_and_of_what_is_not() -> None:
-    assert monitor.entropy(np.array([0, 900, -900], np.float32)) == 0
-    assert monitor.entropy(np.zeros(49_152, np.float32)) == pytest.approx(math.log(49_152), rel=1e-5)
-
-
 @given(values, st.data())
 def test_distance(logits: list[float], data: st.DataObject) -> None:
     others = data.draw(st.lists(st.floats(-30, 30, width=32), min_size=len(logits), max_size=len(logits)))
@@ -101,8 +89,7 @@ def test_planted_signs_among_plain_text() -> None:
 
 def test_each_sign_alarms_once() -> None:
     watcher = Watcher(SMALL)
-    sure, unsure = np.array([50, 0, 0, 0], np.float32), np.zeros(4, np.float32)
-    new = [watcher.add(logits, 1) for logits in [sure] * 10 + [unsure] * 10]
+    new = [watcher.add(entropy, 1) for entropy in [0.0] * 10 + [math.log(4)] * 10]
     assert [alarm.sign for alarm in watcher.alarms] == ["repetition", "entropy"]
     assert sum(new) == 2
     assert watcher.tokens == 20

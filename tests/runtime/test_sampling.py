@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from engines.errors import UserError
 from runtime import sampling
-from runtime.sampling import Sampler, Sampling
+from runtime.sampling import Distribution, Sampler, Sampling
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 INF = float("inf")
+EQUALS = np.full(8, 2.5, np.float32)
 
 
 @st.composite
@@ -54,31 +55,39 @@ def kept(scores: np.ndarray) -> list[int]:
     return np.flatnonzero(np.isfinite(scores)).tolist()
 
 
-def normal(values: np.ndarray) -> np.ndarray:
-    return sampling.scores(values, 1.0)
+def weights(values: np.ndarray, **options: Any) -> np.ndarray:
+    return sampling.weigh(values - values.max(), np.empty_like(values), Sampling(**{"temperature": 1.0, **options}))
+
+
+def possible(values: np.ndarray) -> set[int]:
+    """What float32 has a probability for."""
+    return set(np.flatnonzero(values - values.max() > -80).tolist())
 
 
 @given(logits(), st.sampled_from([0.05, 0.3, 0.7, 1.0, 1.3, 20.0]))
 def test_temperature(values: np.ndarray, temperature: float) -> None:
     theirs = processed(values, [0], temperature=temperature)
-    ours = sampling.scores(values, temperature)
-    np.testing.assert_allclose(softmax(ours), softmax(theirs), atol=2e-5)
-    assert ours.max() == 0
+    ours = weights(values, temperature=temperature)
+    np.testing.assert_allclose(ours / ours.sum(dtype=np.float64), softmax(theirs), atol=2e-5)
+    assert ours.max() == 1
 
 
-@given(logits(), st.integers(1, 90))
-def test_top_k(values: np.ndarray, k: int) -> None:
+@given(logits(), st.integers(1, 90), st.sampled_from([3, 256]))
+def test_top_k(values: np.ndarray, k: int, block: int) -> None:
     theirs = processed(values, [0], top_k=k)
-    ours = sampling.top_k(normal(values), k)
-    assert kept(ours) == kept(theirs)
-    np.testing.assert_allclose(ours[kept(ours)], theirs[kept(theirs)] - values.max(), rtol=1e-5, atol=1e-5)
+    with patch.object(sampling, "BLOCK", block):
+        ours = weights(values, top_k=k)
+        wanted = sorted(range(len(values)), key=lambda i: -values[i])[:k]
+        assert sampling.largest(values, k).tolist() == np.flatnonzero(values >= values[wanted[-1]]).tolist()
+    assert set(np.flatnonzero(ours)) & possible(values) == set(kept(theirs)) & possible(values)
+    np.testing.assert_allclose(ours / ours.sum(dtype=np.float64), softmax(theirs), atol=2e-5)
 
 
 @given(logits(), st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(0, 1)), st.sampled_from([3, 256]))
 def test_top_p(values: np.ndarray, p: float, block: int) -> None:
     theirs = processed(values, [0], top_p=p)
     with patch.object(sampling, "BLOCK", block):
-        ours = sampling.top_p(normal(values), p)
+        ours = np.flatnonzero(weights(values, top_p=p)).tolist()
     # The formula: from the least likely on, dropped while all that is dropped has at most 1 - p.
     probabilities, total, wanted, near = softmax(values), 0.0, [], False
     order = sorted(range(len(values)), key=lambda i: (values[i], i))
@@ -88,33 +97,38 @@ def test_top_p(values: np.ndarray, p: float, block: int) -> None:
         if (total > 1 - p or token == order[-1]) and probabilities[token] > 0:
             wanted.append(token)
     if not near:
-        assert kept(ours) == sorted(wanted)
-        assert sorted(values[kept(ours)]) == sorted(values[kept(theirs)])  # among equals it drops any
-    assert np.isfinite(ours).any()
+        assert set(ours) & possible(values) == set(wanted) & possible(values)
+        their = set(kept(theirs)) & possible(values)
+        assert sorted(values[list(set(ours) & possible(values))]) == sorted(values[list(their)])  # of equals any
+    assert ours
 
 
 @pytest.mark.parametrize(("p", "count"), [(0.0, 1), (0.1, 1), (0.125, 1), (0.13, 2), (0.5, 4), (0.75, 6), (1.0, 8)])
 def test_top_p_of_equals_at_its_very_edge(p: float, count: int) -> None:
     """Eight of 1/8 each, which floats hold exactly: at most 1 - p is dropped, the first of them first."""
     with patch.object(sampling, "BLOCK", 3):
-        ours = sampling.top_p(normal(np.full(8, 2.5, np.float32)), p)
-    assert kept(ours) == list(range(8 - count, 8)) == kept(processed(np.full(8, 2.5, np.float32), [0], top_p=p))
+        ours = weights(np.full(8, 2.5, np.float32), top_p=p)
+    assert (
+        np.flatnonzero(ours).tolist()
+        == list(range(8 - count, 8))
+        == kept(processed(np.full(8, 2.5, np.float32), [0], top_p=p))
+    )
 
 
 @given(logits(), st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0, 1)))
 def test_min_p(values: np.ndarray, p: float) -> None:
     theirs = processed(values, [0], min_p=p)
-    ours = sampling.min_p(normal(values), p)
+    ours = np.flatnonzero(weights(values, min_p=p)).tolist()
     probabilities = softmax(values)
     shares = [probability / max(probabilities) for probability in probabilities]
-    wanted = [i for i, share in enumerate(shares) if share >= p and np.isfinite(values[i])]
+    wanted = {i for i, share in enumerate(shares) if share >= p}
     if all(share == 1 or abs(share - p) > 1e-5 for share in shares):
-        assert kept(ours) == kept(theirs) == wanted
+        assert set(ours) & possible(values) == set(kept(theirs)) & possible(values) == wanted & possible(values)
 
 
 @given(logits(), st.lists(st.integers(0, 79), max_size=30), st.sampled_from([0.5, 1.1, 1.5, 7.0]))
 def test_repetition_penalty(values: np.ndarray, said: list[int], penalty: float) -> None:
-    ours = sampling.penalize(values, set(said), penalty)
+    sampling.penalize(ours := values.copy(), set(said), penalty)
     np.testing.assert_array_equal(ours, processed(values, said or [79], repetition_penalty=penalty) if said else values)
     for token, value in enumerate(values):
         wanted = value if token not in said else value * penalty if value < 0 else value / penalty
@@ -196,6 +210,32 @@ def test_temperature_0_is_the_limit() -> None:
     assert {sampler.choose(values) for _ in range(50)} == {Sampler(Sampling()).choose(values)}
 
 
+@given(logits(), st.integers(0, 2**32), st.sampled_from([3, 7, 256]), st.sampled_from([0, 4]), st.floats(0.1, 1))
+def test_which_tokens_a_seed_gives(values: np.ndarray, seed: int, block: int, k: int, p: float) -> None:
+    """The first number chooses a block of the vocabulary by its weight, the second one of its tokens."""
+
+    def first(shares: list[float], number: float) -> int:
+        reached, sought = 0.0, number * sum(shares)
+        for place, share in enumerate(shares):
+            reached += share
+            if abs(reached - sought) < 1e-9 * sum(shares):
+                return -1  # any rounding decides
+            if reached > sought:
+                return place
+        return -1
+
+    setting, numbers = Sampling(0.9, k, p, seed=seed), np.random.default_rng(seed)
+    with patch.object(sampling, "BLOCK", block):
+        sampler = Sampler(setting)
+        own = weights(values, temperature=0.9, top_k=k, top_p=p).astype(np.float64).tolist()
+        blocks = [own[start : start + block] for start in range(0, len(own), block)]
+        for _ in range(4):
+            token = sampler.choose(values)
+            chosen = first([sum(each) for each in blocks], numbers.random())
+            place = first(blocks[chosen], numbers.random())
+            assert token == chosen * block + place or -1 in (chosen, place)
+
+
 def test_a_seed_gives_the_same_tokens_whatever_other_requests_draw() -> None:
     steps = np.random.default_rng(0).normal(0, 1, (60, 40)).astype(np.float32)
     alone = [[sampler.choose(row) for row in steps] for sampler in (Sampler(Sampling(1.0, seed=s)) for s in (1, 2))]
@@ -219,7 +259,10 @@ def test_logits_that_are_no_numbers(setting: Sampling, values: list[float]) -> N
 @given(logits(), st.integers(0, 100), st.data())
 def test_logprobs(values: np.ndarray, top: int, data: st.DataObject) -> None:
     token = data.draw(st.sampled_from(kept(values)))
-    found = sampling.logprob(values, token, top)
+    distribution = Distribution()
+    for logits in (values + 3, values):  # the arrays of a step before are used again
+        distribution.read(logits)
+    found = distribution.logprob(values, token, top)
     wanted = torch.log_softmax(torch.tensor(values, dtype=torch.float64), -1).numpy()
     assert found.token == token
     assert found.logprob == pytest.approx(wanted[token], abs=1e-4)
@@ -227,6 +270,25 @@ def test_logprobs(values: np.ndarray, top: int, data: st.DataObject) -> None:
     assert sorted(values[i] for i, _ in found.top) == sorted(values[order])
     assert [value for _, value in found.top] == pytest.approx([wanted[i] for i, _ in found.top], abs=1e-4)
     assert [value for _, value in found.top] == sorted((value for _, value in found.top), reverse=True)
+
+
+@given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40), st.integers(0, 3))
+def test_entropy(finite: list[float], impossible: int) -> None:
+    total = sum(math.exp(value) for value in finite)
+    probabilities = [math.exp(value) / total for value in finite]
+    wanted = -sum(p * math.log(p) for p in probabilities if p > 0)
+    assert entropy([*finite, *[-INF] * impossible]) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_entropy_of_what_is_certain_and_of_what_is_not() -> None:
+    assert entropy([0, 900, -900]) == 0
+    assert entropy([0] * 49_152) == pytest.approx(math.log(49_152), rel=1e-5)
+
+
+def entropy(values: list[float]) -> float:
+    distribution = Distribution()
+    distribution.read(np.array(values, np.float32))
+    return distribution.entropy
 
 
 @pytest.mark.parametrize(
