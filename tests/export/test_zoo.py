@@ -16,3 +16,9 @@ def test_visual_tokens_vary(name: str) -> None:
     assert first.std(dim=0).mean() > 0.1 * first.abs().mean()
     assert (first - second).abs().mean() > 0.1 * first.abs().mean()
     assert (taps is not None) == (name == "qwen3_vl")
+
+
+def test_a_model_made_twice_is_the_same() -> None:
+    ours, again = model("llava_next"), model("llava_next")
+    for name, weight in ours.named_parameters():
+        assert weight.equal(again.get_parameter(name)), name

@@ -160,6 +160,10 @@ ZOO: dict[str, dict[str, Any]] = {
 }
 
 
+def model_type(name: str) -> str:
+    return ZOO[name].get("model_type", name)
+
+
 def model(name: str, seed: int = 0, **text: Any) -> Any:
     """A family's model in float32, ready to run.
 
@@ -167,10 +171,12 @@ def model(name: str, seed: int = 0, **text: Any) -> Any:
         name: a key of `ZOO`.
         text: of the decoder's configuration, what is to differ.
     """
-    own = ZOO[name]
+    own = {key: value for key, value in ZOO[name].items() if key != "model_type"}
     settings = {**own, "text_config": {**TEXT, **own["text_config"], **text}}
-    config = hf.AutoConfig.for_model(settings.pop("model_type", name), image_token_id=IMAGE, **settings)
-    made = hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    config = hf.AutoConfig.for_model(model_type(name), image_token_id=IMAGE, **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
     strengthen(made, seed)
     return made.eval().requires_grad_(False)
 
@@ -238,7 +244,11 @@ def picture(model: Any, height: int, width: int, frames: int = 1, tiles: int = 1
 def features(model: Any, picture: Picture) -> tuple[Tensor, Tensor | None]:
     """Hugging Face's visual tokens [N, hidden_size] and deepstack taps [taps, N, hidden_size]."""
     with torch.no_grad():
-        found = model.get_image_features(pixel_values=picture.pixel_values, **picture.more, return_dict=True)
+        if picture.grid and picture.grid[0] > 1:
+            video = {"pixel_values_videos": picture.pixel_values, "video_grid_thw": torch.tensor([picture.grid])}
+            found = model.get_video_features(**video, return_dict=True)
+        else:
+            found = model.get_image_features(pixel_values=picture.pixel_values, **picture.more, return_dict=True)
     tokens = found.pooler_output
     if isinstance(tokens, (list, tuple)):
         tokens = torch.cat([each.flatten(0, -2) for each in tokens])
