@@ -13,9 +13,11 @@ from torch.nn.functional import pad
 from engines.tokens import FIRST, segments
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
-from export.graphs import NEW, Compact, Decode, Decoder, Extend, Prefill, State, Stateful
+from export.graphs import NEW, Compact, Decode, Decoder, Extend, Prefill, State, Stateful, added
 from export.recipe import Recipe
 from export.stages.tokens import PADDING, TEXT, VISUAL
+
+NONE = torch.empty(0)
 
 
 @dataclass(eq=False)
@@ -27,29 +29,66 @@ class Prompt:
         kinds: TEXT or VISUAL, [tokens].
         positions: original positions, [tokens]; 0, 1, ... unless visual tokens were pruned.
         segments: number of a token's image or sentence, [tokens], as `engines.tokens` counts.
+        position_ids: its position ids of M-RoPE, [tokens, 3]; the position three times unless given.
+        deepstack: what is added behind the first layers, [tokens, taps, hidden_size]; of no taps unless given.
     """
 
     embeddings: Tensor
     kinds: Tensor
     positions: Tensor
     segments: Tensor
+    position_ids: Tensor = NONE
+    deepstack: Tensor = NONE
+
+    def __post_init__(self) -> None:
+        if self.position_ids.ndim == 1:
+            self.position_ids = self.positions[:, None].expand(-1, 3)
+        if self.deepstack.ndim == 1:
+            self.deepstack = self.embeddings.new_zeros(len(self), 0, self.embeddings.shape[1])
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    @property
+    def next(self) -> int:
+        """Position id of the token that follows."""
+        return int(self.position_ids.max()) + 1
+
+    def followed(self, embeddings: Tensor) -> Prompt:
+        """The prompt and text behind it, [more, hidden_size]."""
+        more = len(embeddings)
+        return Prompt(
+            embeddings=torch.cat([self.embeddings, embeddings]),
+            kinds=torch.cat([self.kinds, torch.full([more], TEXT)]),
+            positions=torch.arange(len(self) + more),
+            segments=torch.cat([self.segments, self.segments.new_zeros(more)]),
+            position_ids=torch.cat([self.position_ids, self.next + torch.arange(more)[:, None].expand(-1, 3)]),
+            deepstack=torch.cat([self.deepstack, self.deepstack.new_zeros(more, *self.deepstack.shape[1:])]),
+        )
+
+    def read(self, decoder: Decoder) -> None:
+        """Run the decoder on it; what its attention does is set around."""
+        positions = self.position_ids.T[:, None] if decoder.mrope else self.positions[None]
+        with added(decoder.language_model, self.deepstack.movedim(1, 0)[:, None]):
+            decoder.language_model(inputs_embeds=self.embeddings[None], position_ids=positions, use_cache=False)
 
 
 def prompt_of(checkpoint: Checkpoint, inputs: dict[str, Any]) -> Prompt:
     """The prompt that the processor's tensors (`samples.processed`, batch 1) describe, with every visual token."""
     ids: Tensor = inputs["input_ids"][0]
     visual = ids == checkpoint.image_token_id
-    embeddings = checkpoint.embedding[ids].clone()
+    embeddings, decoder = checkpoint.embedding[ids].clone(), checkpoint.decoder
     if visual.any():
         with torch.no_grad():
             encoded = [checkpoint.encoder(pixels[None])[0] for pixels in inputs["pixel_values"]]
         embeddings[visual] = torch.cat(encoded)
     images = torch.where(visual, (visual.cumsum(0) - 1) // checkpoint.image_tokens + 1, 0)
     numbers = torch.from_numpy(segments(ids.numpy(), images.numpy(), checkpoint.sentence_ends))
-    return Prompt(embeddings, torch.where(visual, VISUAL, TEXT), torch.arange(len(ids)), numbers)
+    prompt = Prompt(embeddings, torch.where(visual, VISUAL, TEXT), torch.arange(len(ids)), numbers)
+    if decoder.mrope:
+        grids = inputs["image_grid_thw"].tolist() if visual.any() else []
+        prompt.position_ids = torch.from_numpy(decoder.mrope.position_ids(visual.numpy(), grids)).T
+    return prompt
 
 
 class Eager:
@@ -105,13 +144,17 @@ class Eager:
         positions = torch.zeros(shape, dtype=torch.int32)
         kinds = torch.full(shape, PADDING, dtype=torch.int32)
         numbers = torch.zeros(shape, dtype=torch.int32)
+        position_ids = torch.zeros(3, *shape, dtype=torch.int32)
+        deepstack = torch.zeros(state.decoder.deepstack, *shape, state.decoder.hidden_size)
         for row, prompt in enumerate(prompts):
             embeddings[row, -len(prompt) :] = prompt.embeddings
             positions[row, -len(prompt) :] = prompt.positions
             kinds[row, -len(prompt) :] = prompt.kinds
             numbers[row, -len(prompt) :] = prompt.segments
+            position_ids[:, row, -len(prompt) :] = prompt.position_ids.T
+            deepstack[:, row, -len(prompt) :] = prompt.deepstack.movedim(1, 0)
         feeds = {"embeddings": embeddings, "positions": positions, "kinds": kinds, "segments": numbers}
-        out = self.run(Prefill, feeds)
+        out = self.run(Prefill, {**feeds, "position_ids": position_ids, "deepstack": deepstack})
         logits = out.pop("logits")
         self.tensors, self.count, self.compactions = out, state.recent, 0
         return logits
@@ -122,27 +165,47 @@ class Eager:
         self.tensors = {name.removeprefix(NEW): tensor for name, tensor in replaced.items()}
         self.count, self.compactions = self.state.recent, self.compactions + 1
 
-    def decode(self, embedding: Tensor, positions: Sequence[int], kinds: int | Tensor = TEXT) -> Tensor:
+    def decode(
+        self,
+        embedding: Tensor,
+        positions: Sequence[int],
+        kinds: int | Tensor = TEXT,
+        position_ids: Sequence[int] | None = None,
+    ) -> Tensor:
         """Logits [batch, vocab_size] after one more token each; embedding [batch, hidden_size].
 
         Args:
             kinds: of the tokens, `FIRST` added where one begins a sentence, [batch].
+            position_ids: their position ids; None: the positions.
         """
-        position = torch.tensor(positions, dtype=torch.int32)[:, None]
-        out = self.run(Decode, {**self.tensors, "embedding": embedding[:, None], "position": position})
+        position, ids = (torch.tensor(at, dtype=torch.int32)[:, None] for at in (positions, position_ids or positions))
+        out = self.run(Decode, {**self.tensors, "embedding": embedding[:, None], "position": ids})
         return self._write(out, position, torch.as_tensor(kinds).expand(self.state.batch)[:, None])
 
-    def extend(self, embeddings: Tensor, positions: Tensor, kinds: Tensor) -> Tensor:
+    def extend(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        kinds: Tensor,
+        position_ids: Tensor | None = None,
+        deepstack: Tensor | None = None,
+    ) -> Tensor:
         """Logits [batch, vocab_size] after several tokens more, read at once; the window must have room for them.
 
         Args:
             embeddings: [batch, tokens, hidden_size]; positions and kinds: [batch, tokens].
+            position_ids: position ids, [3, batch, tokens]; None: the positions.
+            deepstack: [taps, batch, tokens, hidden_size]; None: nothing is added.
         """
-        padding = self.state.chunk - positions.shape[1]
+        padding, taps = self.state.chunk - positions.shape[1], self.state.decoder.deepstack
+        position_ids = positions.expand(3, -1, -1) if position_ids is None else position_ids
+        deepstack = embeddings.new_zeros(taps, *embeddings.shape) if deepstack is None else deepstack
         feeds = {
             "embeddings": pad(embeddings, (0, 0, padding, 0)),
             "positions": pad(positions.int(), (padding, 0)),
             "kinds": pad(kinds.int(), (padding, 0), value=PADDING),
+            "position_ids": pad(position_ids.int(), (padding, 0)),
+            "deepstack": pad(deepstack, (0, 0, padding, 0)),
         }
         return self._write(self.run(Extend, self.tensors | feeds), positions, kinds)
 
@@ -198,9 +261,10 @@ class Eager:
                 self.compact()
             # Answers go on from the prompt's last position, also where tokens before it were pruned.
             positions = [int(prompt.positions[-1]) + len(tokens) for prompt in filled]
+            position_ids = [prompt.next - 1 + len(tokens) for prompt in filled]
             at_end = torch.isin(tokens[-1], ending)
             kinds = TEXT + FIRST * (after & ~at_end).int()
-            tokens.append(self.decode(embedding[tokens[-1]], positions, kinds).argmax(dim=-1))
+            tokens.append(self.decode(embedding[tokens[-1]], positions, kinds, position_ids).argmax(dim=-1))
             after = at_end
             ended |= torch.isin(tokens[-1], torch.tensor([*ends]))
         return [_until(row, ends) for row in torch.stack(tokens, dim=1)[: len(prompts)].tolist()]

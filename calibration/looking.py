@@ -41,12 +41,7 @@ def answered(checkpoint: Checkpoint, sample: Sample) -> tuple[Prompt, int]:
         raise UserError(
             f"sample {shortened(sample.prompt)!r} has {len(prompt) + more} tokens, the model reads {reach}: shorten it"
         )
-    return Prompt(
-        embeddings=torch.cat([prompt.embeddings, rest]),
-        kinds=torch.cat([prompt.kinds, torch.full([more], TEXT)]),
-        positions=torch.arange(len(prompt) + more),
-        segments=torch.cat([prompt.segments, torch.zeros(more, dtype=prompt.segments.dtype)]),
-    ), more
+    return prompt.followed(rest), more
 
 
 def read_sample(checkpoint: Checkpoint, sample: Sample, rows: int, rng: np.random.Generator) -> dict[str, Tensor]:
@@ -62,8 +57,7 @@ def read_sample(checkpoint: Checkpoint, sample: Sample, rows: int, rng: np.rando
         kept[rng.choice(places, min(rows, len(places)), replace=False)] = True
     look = Look(prompt.kinds, answer + 1, kept)
     with torch.no_grad(), attention_by(look):
-        embeddings, positions = prompt.embeddings[None], prompt.positions[None]
-        checkpoint.decoder.language_model(inputs_embeds=embeddings, position_ids=positions, use_cache=False)
+        prompt.read(checkpoint.decoder)
     part = {"tokens": torch.tensor(len(prompt)), "steps": torch.tensor(answer + 1)}
     for name in look.sums[0]:
         layers = [layer[name] for layer in look.sums if name in layer]  # the last one has no next layer

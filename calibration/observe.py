@@ -47,8 +47,7 @@ def run(
     with torch.no_grad(), attention_by(attention):
         for sample in samples:
             prompt = prompt_of(checkpoint, model_inputs(checkpoint.processor, sample))
-            embeddings, positions = prompt.embeddings[None], prompt.positions[None]
-            checkpoint.decoder.language_model(inputs_embeds=embeddings, position_ids=positions, use_cache=False)
+            prompt.read(checkpoint.decoder)
             tokens += len(prompt)
             progress()
     return tokens

@@ -124,7 +124,8 @@ class Observed(Eager):
         kinds = marked(prompt.kinds.numpy(), prompt.segments.numpy())
         for row in range(split, len(prompt)):
             self._make_room()
-            logits = self.decode(prompt.embeddings[row][None], [int(prompt.positions[row])], int(kinds[row]))
+            at, position_ids = int(prompt.positions[row]), int(prompt.position_ids[row].max())
+            logits = self.decode(prompt.embeddings[row][None], [at], int(kinds[row]), [position_ids])
         return logits
 
     def _make_room(self) -> None:
@@ -141,9 +142,15 @@ class Observed(Eager):
         for watched in self.watched.values():
             watched.on = on
 
-    def decode(self, embedding: Tensor, positions: Sequence[int], kinds: int | Tensor = TEXT) -> Tensor:
+    def decode(
+        self,
+        embedding: Tensor,
+        positions: Sequence[int],
+        kinds: int | Tensor = TEXT,
+        position_ids: Sequence[int] | None = None,
+    ) -> Tensor:
         self.tensors["window_positions"][:, self.count] = positions[0]
-        return super().decode(embedding, positions, kinds)
+        return super().decode(embedding, positions, kinds, position_ids)
 
     def looked_at(self, layer: int, position: int) -> Tensor:
         """What the token just read, at `position`, looked at: [heads, reach]."""
@@ -167,12 +174,12 @@ class Observed(Eager):
         logits = [self.prefill([prompt])]
         attention: dict[int, list[Tensor]] = {layer: [] for layer in self.layers}
         self._watch(True)
-        at_end, position = True, int(prompt.positions[-1])
+        at_end, position, shift = True, int(prompt.positions[-1]), prompt.next - 1 - int(prompt.positions[-1])
         for token in answer[:-1]:
             self._make_room()
             position += 1
             kinds = TEXT + FIRST * (at_end and token not in sentence_ends)
-            logits.append(self.decode(embedding[token][None], [position], kinds))
+            logits.append(self.decode(embedding[token][None], [position], kinds, [position + shift]))
             at_end = token in sentence_ends
             for layer, seen in attention.items():
                 seen.append(self.looked_at(layer, position))

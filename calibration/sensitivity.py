@@ -136,11 +136,13 @@ class Read:
         cache: what every layer holds of it, unquantized.
         rest: embeddings of the tokens after it, [1, rest, hidden_size]: what is asked later, the answer but its end.
         log_probs: by the last rows of the rest, what the answer's tokens are, [rows, vocab_size].
+        start: position id of the first of the rest.
     """
 
     cache: list[Tokens]
     rest: Tensor
     log_probs: Tensor
+    start: int
 
 
 def read(checkpoint: Checkpoint, recipe: Recipe, prompt: Prompt, later: bool) -> Read:
@@ -148,17 +150,17 @@ def read(checkpoint: Checkpoint, recipe: Recipe, prompt: Prompt, later: bool) ->
     decoder = checkpoint.decoder
     split = int((prompt.kinds == VISUAL).nonzero().max()) + 1 if later else len(prompt)
     cache, logits = whole_cache(decoder, recipe, prompt, split)
-    rest = prompt.embeddings[None, split:]
+    rest, start = prompt.embeddings[None, split:], int(prompt.position_ids[:split].max()) + 1
     if later:
-        logits = continued(decoder, cache, rest, split)[:, -1]
+        logits = continued(decoder, cache, rest, start)[:, -1]
     answer = 0
     while answer < MAX_NEW_TOKENS and (token := int(logits.argmax())) not in ends(checkpoint):
         rest = torch.cat([rest, checkpoint.embedding[token][None, None]], dim=1)
-        logits = continued(decoder, cache, rest, split)[:, -1]
+        logits = continued(decoder, cache, rest, start)[:, -1]
         answer += 1
     rows = answer + later  # what prefill says of the first token is the same whatever is kept
-    told = continued(decoder, cache, rest, split)[0].log_softmax(-1) if rows else logits[:0]
-    return Read(cache, rest, told[len(told) - rows :])
+    told = continued(decoder, cache, rest, start)[0].log_softmax(-1) if rows else logits[:0]
+    return Read(cache, rest, told[len(told) - rows :], start)
 
 
 def losses_of(decoder: Decoder, recipe: Recipe, known: Read, ratios: Sequence[float]) -> list[list[float]]:
@@ -178,7 +180,7 @@ def divergence(decoder: Decoder, cache: Sequence[Tokens], known: Read) -> float:
     """KL divergence of the answer by a compressed cache from the answer by the whole one, summed over its tokens."""
     if not len(known.log_probs):
         return 0.0
-    logits = continued(decoder, cache, known.rest, known.cache[0].key.shape[2])[0]
+    logits = continued(decoder, cache, known.rest, known.start)[0]
     told = logits[len(logits) - len(known.log_probs) :].log_softmax(-1)
     return float((known.log_probs.exp() * (known.log_probs - told)).sum())
 
@@ -198,8 +200,10 @@ def whole_cache(decoder: Decoder, recipe: Recipe, prompt: Prompt, length: int) -
     graph, layers = Prefill(State(decoder, plain, length), None), [_Recorder() for _ in range(decoder.num_layers)]
     graph.compress = nn.ModuleList(layers)
     rows = (prompt.embeddings, prompt.positions, prompt.kinds, prompt.segments)
+    its = {"position_ids": prompt.position_ids.T[:, None], "deepstack": prompt.deepstack.movedim(1, 0)[:, None]}
+    more = {spec.name: its[spec.name][:, :, :length] for spec in graph.more([1, length])}
     with torch.no_grad():
-        result = graph.compute(*(part[None, :length] for part in rows))
+        result = graph.compute(*(part[None, :length] for part in rows), **more)
     return [layer.tokens for layer in layers], result["logits"]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from export.graphs import Decoder
+from export.mrope import mrope_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class _ImageFeatures(nn.Module):
 def _decoder(model: Any) -> Decoder:
     text = model.config.get_text_config()
     kv_heads = [text.num_key_value_heads] * text.num_hidden_layers
+    taps = getattr(model.config.vision_config, "deepstack_visual_indexes", ())
     return Decoder(
         language_model=model.model.language_model,
         head=model.lm_head,
@@ -52,6 +54,8 @@ def _decoder(model: Any) -> Decoder:
         model_kv_heads=kv_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         hidden_size=text.hidden_size,
+        mrope=mrope_of(model.config),
+        deepstack=len(taps),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engines.errors import UserError
 from engines.mrope import MRope
 
 FAMILIES = {  # model type -> whether the frames of a video stand apart
@@ -18,6 +19,8 @@ def mrope_of(config: Any) -> MRope | None:
     """The rule of a model; None where a token has one position."""
     if config.model_type not in FAMILIES:
         return None
-    vision = config.vision_config
+    text, vision = config.get_text_config(), config.vision_config
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        raise UserError(f"{config.model_type} with sliding windows is not supported: their reach is not told in time")
     speed = getattr(vision, "tokens_per_second", None)
     return MRope(vision.spatial_merge_size, None if speed is None else float(speed), FAMILIES[config.model_type])

@@ -36,6 +36,8 @@ def random_inputs(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
             value = np.cumsum(rng.random(spec.shape) < 0.2, axis=-1) + 1
         elif name in ("positions", "store_positions", "window_positions"):
             value = np.broadcast_to(np.arange(spec.shape[-1]), spec.shape).copy()
+        elif name == "position_ids":
+            value = rng.integers(0, spec.shape[-1], spec.shape)
         elif name == "position":
             value = 64 - 5 * np.arange(spec.shape[0])[:, None]  # rows of a batch are ragged
         elif name.endswith("bias"):
@@ -85,7 +87,7 @@ def _kept_by_both(
     _, wanted, got = np.intersect1d(expected["kept"].numpy(), actual["kept"], return_indices=True)
     if (share := len(wanted) / expected["kept"].shape[1]) < 0.99:
         raise UserError(f"{file}: kept agrees with PyTorch in {share:.1%} of the tokens only")
-    rows = ("visual_tokens", "kept")  # `order` is left out: one near tie early on shifts all behind it
+    rows = ("visual_tokens", "kept", "deepstack")  # `order` is left out: one near tie early on shifts all behind it
     return (
         {name: t[:, wanted] if name in rows else t for name, t in expected.items() if name != "order"},
         {name: t[:, got] if name in rows else t for name, t in actual.items()},

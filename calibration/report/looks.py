@@ -65,8 +65,7 @@ def look(checkpoint: Checkpoint, sample: Sample) -> Look:
         return full_attention(query, key, value, mask, scale)
 
     with torch.no_grad(), attention_by(attention):
-        embeddings, positions = prompt.embeddings[None], prompt.positions[None]
-        checkpoint.decoder.language_model(inputs_embeds=embeddings, position_ids=positions, use_cache=False)
+        prompt.read(checkpoint.decoder)
     by_layer = torch.stack(seen)  # [layers, 2, heads, images, tokens]
     number = int(by_layer[:, 1].sum(dim=(0, 1, 3)).argmax())
     pixels = model_inputs(checkpoint.processor, sample)["pixel_values"][number]

@@ -6,6 +6,7 @@ from export.graphs.extend import Extend as Extend
 from export.graphs.graph import NEW as NEW
 from export.graphs.graph import Graph as Graph
 from export.graphs.graph import Stateful as Stateful
+from export.graphs.graph import added as added
 from export.graphs.prefill import Prefill as Prefill
 from export.graphs.state import Decoder as Decoder
 from export.graphs.state import State as State

@@ -42,15 +42,22 @@ class Decode(Decoding):
         return self.read(embedding, position, torch.zeros(self.state.batch, 1, 1), 1, state)
 
     def read(
-        self, embeddings: Tensor, positions: Tensor, among: Tensor, count: int | Tensor, state: dict[str, Tensor]
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        among: Tensor,
+        count: int | Tensor,
+        state: dict[str, Tensor],
+        deepstack: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Read `tokens` rows at once.
 
         Args:
-            embeddings: [batch, tokens, hidden_size]; positions: [batch, tokens].
+            embeddings: [batch, tokens, hidden_size]; positions: [batch, tokens], position ids [3, batch, tokens].
             among: added to what the rows look at of each other, [batch, tokens, tokens], as `window_bias` in
                 `operators.quant_kv_attention`.
             count: of the rows that are no padding, [batch].
+            deepstack: [taps, batch, tokens, hidden_size].
         """
         new: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         rows, importance, edge = among.shape[1], self.state.recipe.importance, self.state.window
@@ -69,7 +76,7 @@ class Decode(Decoding):
             new[layer] = (key, value, on_store, on_window)
             return output
 
-        result = {"logits": self.logits(embeddings, positions, attention)}
+        result = {"logits": self.logits(embeddings, positions, attention, deepstack)}
         layers = [new[layer] for layer in range(self.state.decoder.num_layers)]
         dtype = getattr(torch, self.state.recipe.window.dtype)
         result["new_key"] = torch.cat([key for key, *_ in layers], dim=1).to(dtype)

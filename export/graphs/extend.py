@@ -24,14 +24,16 @@ class Extend(Decode):
         shape = [self.state.batch, self.state.chunk]
         return [
             TensorSpec("embeddings", "float32", [*shape, self.state.decoder.hidden_size]),
-            TensorSpec("positions", "int32", shape),
+            *([] if self.state.decoder.mrope else [TensorSpec("positions", "int32", shape)]),
             TensorSpec("kinds", "int32", shape),
+            *self.more(shape),
         ]
 
-    def compute(self, embeddings: Tensor, positions: Tensor, kinds: Tensor, **state: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+    def compute(self, embeddings: Tensor, kinds: Tensor, **tensors: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         order, real = torch.arange(self.state.chunk), kinds != PADDING
         causal, itself = order[:, None] >= order, order[:, None] == order
         among = torch.where(causal & real[:, None], 0.0, -torch.inf)
         # A row of padding looks at itself only: no token of store and window receives anything from it.
         among = torch.where(itself & ~real[:, None], -LOWEST, among)
-        return self.read(embeddings, positions, among, real.sum(dim=1), state)
+        positions = tensors["position_ids" if self.state.decoder.mrope else "positions"]
+        return self.read(embeddings, positions, among, real.sum(dim=1), tensors, tensors.get("deepstack"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -76,15 +77,46 @@ class Decoding(Stateful):
         super().__init__(state, statistics)
         self.language_model, self.head = state.decoder.language_model, state.decoder.head
 
+    def more(self, shape: list[int]) -> list[TensorSpec]:
+        """What M-RoPE and DeepStack take of a prompt or a chunk of this shape, [batch, tokens]."""
+        decoder, specs = self.state.decoder, []
+        if decoder.mrope:
+            specs.append(TensorSpec("position_ids", "int32", [3, *shape]))
+        if decoder.deepstack:
+            specs.append(TensorSpec("deepstack", "float32", [decoder.deepstack, *shape, decoder.hidden_size]))
+        return specs
+
     def centred(self, key: Tensor, layer: int) -> Tensor:
         """Keys less their head's calibrated mean: softmax does not change, quantization does."""
         center = self.center_of(layer)
         return key if center is None else key - center
 
-    def logits(self, embeddings: Tensor, positions: Tensor, attention) -> Tensor:
-        """Run the decoder with `attention` in every layer; logits of the last token, [batch, vocab_size]."""
-        with attention_by(attention):
+    def logits(self, embeddings: Tensor, positions: Tensor, attention, deepstack: Tensor | None = None) -> Tensor:
+        """Run the decoder with `attention` in every layer; logits of the last token, [batch, vocab_size].
+
+        Args:
+            positions: what RoPE takes, [batch, tokens] or [3, batch, tokens].
+            deepstack: [taps, batch, tokens, hidden_size].
+        """
+        with attention_by(attention), added(self.language_model, deepstack):
             hidden = self.language_model(
                 inputs_embeds=embeddings, position_ids=positions.long(), attention_mask=None, use_cache=False
             )[0]
         return self.head(hidden[:, -1])
+
+
+@contextmanager
+def added(language_model: nn.Module, deepstack: Tensor | None) -> Iterator[None]:
+    """Within the block the first layers' hidden states get one tap each, [taps, batch, tokens, hidden_size].
+
+    Hugging Face adds a tap to the visual rows, which it picks by a mask: here text rows have zeros.
+    """
+
+    def add(tap: Tensor):
+        return lambda _layer, _args, hidden: hidden + tap
+
+    taps = () if deepstack is None else deepstack
+    with ExitStack() as hooks:
+        for layer, tap in zip(language_model.get_submodule("layers").children(), taps, strict=False):
+            hooks.callback(layer.register_forward_hook(add(tap)).remove)
+        yield

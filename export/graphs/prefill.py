@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from engines.bundle import TensorSpec
+from engines.errors import UserError
 from export.attention import LOWEST, full_attention
 from export.compress import KeyStatistics
 from export.graphs.graph import Decoding
 from export.graphs.state import State
+from export.stages.importance import ExpectedAttention
 from export.stages.importance.importance import Observation
+from export.stages.positions import turns_halves
 from export.stages.shorten.shorten import Rows, take
 from export.stages.tokens import ALIGNED, PADDING, TEXT, Tokens, first_marks
 
@@ -30,12 +33,14 @@ class Prompt:
         kinds: PADDING, TEXT or VISUAL, [batch, rows], int32.
         bias: 0 a token, log(n) n merged, -inf padding, [batch, rows], float32.
         marks: as `Tokens.marks`, [batch, rows], int32.
+        position_ids: of M-RoPE, [3, batch, rows].
     """
 
     positions: Tensor
     kinds: Tensor
     bias: Tensor
     marks: Tensor
+    position_ids: Tensor | None = None
 
     @cached_property
     def visible(self) -> Tensor:
@@ -63,22 +68,34 @@ class Prefill(Decoding):
 
     def __init__(self, state: State, statistics: list[KeyStatistics] | None):
         super().__init__(state, statistics)
+        decoder, importance = state.decoder, state.recipe.importance
+        halves = decoder.mrope is None or turns_halves(decoder.language_model, decoder.head_dim)
+        if isinstance(importance, ExpectedAttention) and not halves:
+            raise UserError("[importance] expected-attention needs RoPE that turns a head's two halves: take another")
         shape = [state.batch, state.length]
         self._takes(
             TensorSpec("embeddings", "float32", [*shape, state.decoder.hidden_size]),
             TensorSpec("positions", "int32", shape),
             TensorSpec("kinds", "int32", shape),
             *([TensorSpec("segments", "int32", shape)] if state.recipe.needs_segments else []),
+            *self.more(shape),
         )
         self.outputs = ["logits", *state.specs()]
 
     def compute(  # type: ignore[override]
-        self, embeddings: Tensor, positions: Tensor, kinds: Tensor, segments: Tensor | None = None
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        kinds: Tensor,
+        segments: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        deepstack: Tensor | None = None,
     ) -> dict[str, Tensor]:
         state, real = self.state, kinds != PADDING
         importance, protect, shorten = state.recipe.importance, state.recipe.protect, state.recipe.shorten
         marks = torch.zeros_like(kinds) if segments is None else first_marks(kinds, segments)
-        prompt = Prompt(torch.where(real, positions, -1), kinds, torch.where(real, 0.0, -torch.inf), marks)
+        places, bias = torch.where(real, positions, -1), torch.where(real, 0.0, -torch.inf)
+        prompt = Prompt(places, kinds, bias, marks, position_ids)
         received = torch.zeros(kinds.shape)  # in the layer before the prompt is shortened
         cached: dict[int, Tokens] = {}
 
@@ -92,7 +109,7 @@ class Prefill(Decoding):
                 seen = prompt.visible[:, last] & (prompt.kinds != PADDING)[:, last, None]
                 return Observation(
                     query[:, :, last], key, prompt.mask[:, last], seen, prompt.kinds, scale,
-                    center=self.center_of(layer), positions=prompt.positions,
+                    center=self.center_of(layer), positions=prompt.positions, position_ids=prompt.position_ids,
                     rotary=lambda at: self.language_model.get_submodule("rotary_emb")(embeddings, at),
                 )  # fmt: skip
 
@@ -111,11 +128,14 @@ class Prefill(Decoding):
             fixed = (kinds == TEXT) | (place >= state.length - max(state.recent, 1))
             numbers = torch.zeros_like(kinds) if segments is None else segments
             rows = shorten(Rows(hidden, place, kinds, prompt.bias, received, numbers, fixed))
-            prompt = Prompt(take(prompt.positions, rows.index), rows.kinds, rows.bias, take(prompt.marks, rows.index))
+            positions, marks = take(prompt.positions, rows.index), take(prompt.marks, rows.index)
+            ids = None if position_ids is None else position_ids.gather(2, rows.index.expand(3, -1, -1))
+            prompt = Prompt(positions, rows.kinds, rows.bias, marks, ids)
             return rows.hidden, rows.index
 
         with before_layer(self.language_model, shorten.layer, fewer) if state.shortened else nullcontext():
-            result = {"logits": self.logits(embeddings, positions, attention)}
+            turned = positions if position_ids is None else position_ids
+            result = {"logits": self.logits(embeddings, turned, attention, deepstack)}
         edges = [length - state.recent for length in state.lengths]  # what lies behind them is the window's
         for layer, edge in enumerate(edges):
             result |= {f"{name}.{layer}": t for name, t in self.layer(layer)(cached[layer][:edge]).items()}

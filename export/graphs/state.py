@@ -10,6 +10,7 @@ from torch import nn
 
 from engines.bundle import Shortened, TensorSpec
 from engines.errors import UserError
+from engines.mrope import MRope
 from export.recipe import Recipe
 from export.stages.quantize.quantize import Quantize
 
@@ -21,6 +22,8 @@ class Decoder:
     Attributes:
         kv_heads: KV heads of each layer, H_l.
         model_kv_heads: the same before heads were merged: what the uncompressed cache holds.
+        mrope: how it counts position ids, three a token; None: a token has one, its position.
+        deepstack: taps of the vision encoder that are added to visual tokens behind the first layers, one a layer.
     """
 
     language_model: nn.Module
@@ -29,6 +32,8 @@ class Decoder:
     model_kv_heads: list[int]
     head_dim: int
     hidden_size: int
+    mrope: MRope | None = None
+    deepstack: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -77,6 +82,8 @@ class State:
         where, text = f"recipe {self.recipe.name}: shorten", shorten.text(self.length) - fixed
         if shorten.layer >= (layers := self.decoder.num_layers):
             raise UserError(f"{where}.layer = {shorten.layer} has no layer behind it: the model has {layers}")
+        if shorten.layer < (taps := self.decoder.deepstack):
+            raise UserError(f"{where}.layer = {shorten.layer}: DeepStack adds to images behind the first {taps}")
         if text < 0:
             raise UserError(f"{where} leaves no room beside {fixed} tokens in a bucket of {self.length}: keep more")
         return Shortened(tokens, text)

@@ -48,3 +48,9 @@ class Positions(Stage):
         power = torch.arange(len(frequency)) / max(len(frequency) - 1, 1)
         stretched.rotary_emb.inv_freq = (frequency * self.scale**-power).float()
         return stretched
+
+
+def turns_halves(language_model: Any, head_dim: int) -> bool:
+    """Whether RoPE turns a whole head, number i of its first half with number i of the second: Llama's way."""
+    cos, _ = language_model.rotary_emb(torch.zeros(1), torch.ones(1, 1, dtype=torch.long))
+    return cos.shape[-1] == head_dim and torch.equal(*cos.chunk(2, dim=-1))

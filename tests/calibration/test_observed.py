@@ -116,11 +116,11 @@ def test_attention_and_log_probs_are_what_loops_find(
     watched = observed(checkpoint, recipe, later)
     decode = watched.decode
 
-    def counted(embedding: Tensor, positions: Any, kinds: int | Tensor = 1) -> Tensor:
+    def counted(embedding: Tensor, positions: Any, kinds: int | Tensor = 1, position_ids: Any = None) -> Tensor:
         stores = [watched.tensors[f"store_positions.{layer}"][0].tolist() for layer in range(3)]
         window = watched.tensors["window_positions"][0, : watched.count].tolist()
         seen.append([[{*row, *window} - {-1} for row in store] for store in stores])
-        return decode(embedding, positions, kinds)
+        return decode(embedding, positions, kinds, position_ids)
 
     watched.decode = counted  # type: ignore[method-assign]
     found = watched.read(prompt, ANSWER, checkpoint.embedding, checkpoint.sentence_ends)

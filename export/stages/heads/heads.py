@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from engines.errors import UserError
 from export.stages.heads.moments import HeadMoments
+from export.stages.positions import turns_halves
 from export.stages.stage import Stage, twin
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -190,6 +191,5 @@ def _check(attention: Any) -> None:
 
 def _check_rope(language_model: Any, head_dim: int) -> None:
     """Keys are turned in pairs of a head's two halves: the model's RoPE must turn the same pairs."""
-    cos, _ = language_model.rotary_emb(torch.zeros(1, 1, head_dim), torch.ones(1, 1, dtype=torch.long))
-    if cos.shape[-1] != head_dim or not torch.equal(*cos.chunk(2, dim=-1)):
+    if not turns_halves(language_model, head_dim):
         raise UserError("[heads] align needs RoPE that turns the halves of a whole head: set align = false")

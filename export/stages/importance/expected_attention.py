@@ -71,9 +71,12 @@ class ExpectedAttention(Importance):
         """The queries as RoPE turns them, on average, at the future positions, [batch, heads, tokens, head_dim]."""
         assert seen.positions is not None
         assert seen.rotary is not None
-        cos, sin = (rows[:, None] for rows in seen.rotary(seen.positions))
+        turned = seen.positions if seen.position_ids is None else seen.position_ids
+        cos, sin = (rows[:, None] for rows in seen.rotary(turned))
         query = _rotate(seen.query, cos, -sin) / (cos * cos + sin * sin)  # some models' RoPE scales too
-        ahead = seen.positions.amax(dim=1, keepdim=True) + torch.arange(1, self.future + 1)
+        newest = turned.amax(dim=-1, keepdim=True)
+        newest = newest if seen.position_ids is None else newest.amax(dim=0)
+        ahead = newest + torch.arange(1, self.future + 1)
         cos, sin = (rows.mean(dim=1)[:, None, None] for rows in seen.rotary(ahead))
         return _rotate(query, cos, sin)
 

@@ -30,7 +30,8 @@ class Observation:
         scale: softmax scale.
         center: what was subtracted from the keys, [kv_heads, 1, head_dim]; None if nothing was.
         positions: original positions of the tokens, [batch, tokens], int32; -1 where empty.
-        rotary: the model's RoPE: positions [batch, n] -> cos and sin, [batch, n, head_dim].
+        rotary: the model's RoPE: positions [batch, n] or position ids -> cos and sin, [batch, n, head_dim].
+        position_ids: of M-RoPE, [3, batch, tokens]; None: the positions.
     """
 
     query: Tensor
@@ -42,6 +43,7 @@ class Observation:
     center: Tensor | None = None
     positions: Tensor | None = None
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    position_ids: Tensor | None = None
 
     @cached_property
     def attention(self) -> Tensor:
