@@ -125,6 +125,7 @@ class Guard:
 
     Attributes:
         layers: whose attention is kept.
+        whole: the recipe of the uncompressed model, with room for its longest answer.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Guard:
         whole = recipes.load("off")
         window = max(whole.window.least, self.reach - max(map(len, prompts)))
         whole = dataclasses.replace(whole, window=dataclasses.replace(whole.window, least=window, most=window))
+        self.whole = whole
         reader = Reader(checkpoint, whole, Prepared(checkpoint.decoder), self.layers, self.reach)
         self.warnings = self._warnings()
         self.references = []

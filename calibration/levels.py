@@ -55,7 +55,7 @@ def guarded(
     judged = [name for name in levels if found[name].note != UNCOMPRESSED and ways[name] != OFF]
     if not judged:
         return levels, found, samples.read(where) if needed else []
-    known, others, why = _samples(where, held_out, bool(folder or needed), say)
+    known, others, why = split_samples(where, held_out, bool(folder or needed), say)
     if not others:
         notes = warnings(len(known), sum(bool(sample.images) for sample in known)) if known else []
         for warning in (f"not guarded: {why}", *notes):
@@ -92,7 +92,7 @@ def uncompressed(recipe: Recipe) -> bool:
     return dataclasses.replace(recipe, guard=off.guard).settings() == off.settings()
 
 
-def _samples(
+def split_samples(
     folder: Path, held_out: str | None, wanted: bool, say: Callable[[str], None]
 ) -> tuple[list[Sample], list[Sample], str]:
     """Those to calibrate on, those to judge by, and why there are none of these."""

@@ -50,6 +50,7 @@ def prepare(
             if key not in checkpoints:
                 folded = heads.fold(checkpoints[plain].decoder.language_model, moments[plain])
                 checkpoints[key] = _with(checkpoint, *folded)
+                checkpoint.weights.quantize(checkpoints[key].decoder)  # means of rows lie on no grid
         if recipe.quantize.calibrated:
             if key not in statistics:
                 statistics[key] = key_statistics(checkpoints[key], samples, task("calibrating keys"), rows)

@@ -47,10 +47,11 @@ from engines.manifest import (
     Shortened,
     TensorSpec,
 )
+from engines.weights import Table, Weights
 
 __all__ = [
     "Adaptive", "Bucket", "Bundle", "Embedding", "Graph", "Level", "Library", "Manifest", "Model", "Plan", "Shortened",
-    "TensorSpec", "read", "seal", "sha256", "writing",
+    "TensorSpec", "Weights", "read", "seal", "sha256", "writing",
 ]  # fmt: skip
 
 MIB = 2**20
@@ -74,10 +75,15 @@ class Bundle:
         """What all of it hashes to: the manifest, which has every file's hash."""
         return (self.path / CHECKSUM).read_text()
 
-    def embedding(self) -> np.ndarray:
-        """Token embedding table, memory-mapped, [vocab_size, hidden_size]."""
+    def embedding(self) -> np.ndarray | Table:
+        """Token embedding table, memory-mapped: `table[ids]` are rows of [vocab_size, hidden_size]."""
         table = self.manifest.model.embedding
-        return np.memmap(self.file(WEIGHTS), table.dtype, "r", table.offset, tuple(table.shape))
+        file, (rows, width) = self.file(WEIGHTS), table.shape
+        if not table.group:
+            return np.memmap(file, table.dtype, "r", table.offset, (rows, width))
+        codes = np.memmap(file, np.uint8, "r", table.offset, (rows, table.blocks, table.group))
+        scales = np.memmap(file, np.float32, "r", table.scales, (rows, table.blocks))
+        return Table(codes, scales, 8, width)
 
     def image_shape(self, level: str) -> tuple[int, ...]:
         """Of an image as a level's vision graph takes it, [1, 3, H, W].

@@ -15,6 +15,7 @@ import numpy as np
 
 from engines.gate import Adaptive
 from engines.guard import Guarded
+from engines.weights import Embedding, Weights
 
 FORMAT = "unicache-edge"
 VERSION = 4
@@ -189,25 +190,6 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Embedding:
-    """Where the token embedding table lies in `weights.bin`; [vocab_size, hidden_size]."""
-
-    offset: int
-    dtype: str
-    shape: list[int]
-
-    def __post_init__(self) -> None:
-        _check_tensor("embedding", self.dtype, self.shape, ("float32", "float16"))
-        if self.offset < 0 or len(self.shape) != 2:
-            raise ValueError(f"embedding must have an offset and two dimensions, got {self}")
-
-    @property
-    def end(self) -> int:
-        """Offset of the first byte behind the table."""
-        return self.offset + math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-
-@dataclass(frozen=True)
 class Model:
     """What the runtime must know of the model, as it was before anything was compressed.
 
@@ -267,6 +249,7 @@ class Manifest:
         backends: backend -> note of the build (version, what was built, why not).
         tools: versions of the packages that built it.
         libraries: kernels of the operators.
+        weights: how they are stored, those of all levels alike.
         files: every file but the manifest, with its hash; filled in when the bundle is sealed.
     """
 
@@ -278,6 +261,7 @@ class Manifest:
     backends: dict[str, str] = field(default_factory=dict)
     tools: dict[str, str] = field(default_factory=dict)
     libraries: list[Library] = field(default_factory=list)
+    weights: Weights = field(default_factory=Weights)
     files: dict[str, File] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION

@@ -16,10 +16,11 @@ import signal
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-from engines import trt_plugins
+from engines import trt_plugins, trt_weights
 from engines.errors import UserError, one_line
 
 # What the builder prints of the finished engine at verbosity DETAILED: one line a fused layer, with its ONNX nodes.
@@ -144,7 +145,8 @@ def build(trt: ModuleType, logger: Any, job: dict[str, Any]) -> dict[str, Any]:
     logger.errors.clear()
     logger.report = ""
     builder = trt.Builder(logger)
-    network, nodes = parse(trt, logger, builder, job["onnx"], job["plugins"])
+    with trt_weights.dequantizing(job["onnx"], Path(job["plan"]).parent) as path:
+        network, nodes = parse(trt, logger, builder, path, job["plugins"])
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if job["targets"]:

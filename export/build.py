@@ -72,6 +72,21 @@ def arguments() -> argparse.ArgumentParser:
         "device; repeat for several (default: ort, which every bundle has)",
     )
     parser.add_argument(
+        "--weights",
+        choices=("float32", "int8", "int4"),
+        default="float32",
+        help="how the decoder's weights are stored, for all levels: int8 and int4 are whole numbers with a scale for "
+        "every --group of them, computed with as such by ONNX Runtime; the head and the embedding table are int8 then "
+        "(default: float32)",
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        choices=(32, 64, 128),
+        help="weights of a row that share a scale: more of them are smaller, fewer are more accurate (default: 32 with "
+        "int4, 128 with int8)",
+    )
+    parser.add_argument(
         "--kernels",
         choices=("auto", "always", "never"),
         default="auto",
@@ -158,6 +173,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     from export import kernels as kernel_libraries
     from export.pipeline import SMALL, Exported, export_graphs, plan_levels
     from export.to_onnx import WeightFile
+    from export.weights.weights import GROUPS
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     levels = _levels(args)
@@ -167,9 +183,12 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     backends = list(dict.fromkeys(["ort", *(args.backend or [])]))
     _check_backends(backends)
 
+    if args.group and args.weights not in GROUPS:
+        raise UserError(f"--group {args.group} is of --weights {' or '.join(GROUPS)}: give one of them too")
     checkpoint = checkpoints.load(args.checkpoint)
     _sizes(args, checkpoint, levels)
     console.print(_describe(checkpoint))
+    checkpoint, stored = _quantized(args, checkpoint, console)
     levels, guarded, known = _guarded(args, checkpoint, levels, console)
     buckets = _sizes(args, checkpoint, levels)
     with _progress(console) as bar:
@@ -192,7 +211,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     described, makers = plan_levels(checkpoint, levels, buckets, prepared, args.batch)
     described = {name: dataclasses.replace(level, guard=guarded[name]) for name, level in described.items()}
     jobs = args.jobs or (min(os.cpu_count() or 1, 4) if parameters(checkpoint) < SMALL else 1)
-    with WeightFile(folder) as weights, _progress(console) as bar:
+    with WeightFile(folder, checkpoint.weights.grids) as weights, _progress(console) as bar:
         exports = bar.add_task("exporting and checking graphs", total=len(makers))
 
         def done(exported: Exported) -> None:
@@ -201,10 +220,9 @@ def build(args: argparse.Namespace, folder: Path) -> None:
                 size = (folder / exported.graph.file).stat().st_size
                 console.print(f"  {exported.name}: {size / 1024:.0f} KiB, equal to PyTorch to {exported.error:.0e}")
 
-        table = checkpoint.embedding.contiguous().numpy()
-        embedding = bundle.Embedding(weights.add(table.tobytes()), str(table.dtype), list(table.shape))
+        embedding = checkpoint.weights.store(checkpoint.embedding, weights.add)
         graphs = export_graphs(makers, weights, jobs, done, kernels.cpu)
-    manifest = bundle.Manifest(_model(checkpoint, embedding), described, default, graphs)
+    manifest = bundle.Manifest(_model(checkpoint, embedding), described, default, graphs, weights=stored)
     _write_processor(checkpoint, folder)
     if args.report:
         with _progress(console) as bar:
@@ -263,6 +281,23 @@ def _describe(checkpoint: Checkpoint) -> str:
         f"{checkpoint.model_type} {checkpoint.path.name}: {parameters(checkpoint) / 1e6:.1f} M parameters, "
         f"{d.num_layers} layers, {heads} KV heads of {d.head_dim}, {checkpoint.image_tokens} tokens an image"
     )
+
+
+def _quantized(args: argparse.Namespace, checkpoint: Checkpoint, console: Console) -> tuple[Checkpoint, bundle.Weights]:
+    """The checkpoint with its weights as they are stored, and what the guard says of that."""
+    from calibration.weights import guarded_weights
+    from export.weights import Weights
+
+    weights = Weights(args.weights, args.group or 0)
+    with _progress(console) as bar:
+
+        def task(what: str, times: int) -> Callable[[], None]:
+            return partial(bar.advance, bar.add_task(what, total=times))
+
+        where = (args.samples, args.held_out)
+        checkpoint, guarded = guarded_weights(checkpoint, weights, args.guard, *where, console.print, task)
+    group = weights.layers.group if weights.bits else 0
+    return checkpoint, bundle.Weights(args.weights, group, parameters(checkpoint), guarded)
 
 
 def _guarded(

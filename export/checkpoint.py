@@ -23,6 +23,7 @@ from export.compat import check_transformers
 from export.families import FAMILIES
 from export.graphs import Decoder
 from export.preprocessors import load_processor
+from export.weights.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Checkpoint:
     preprocessor: ImagePreprocessor
     image_token_id: int
     image_tokens: int
+    weights: Weights = dataclasses.field(default_factory=Weights)
 
     @property
     def text_config(self) -> Any:
@@ -47,6 +49,11 @@ class Checkpoint:
     def embedding(self) -> torch.Tensor:
         """Token embedding table, [vocab_size, hidden_size], float32."""
         return self.model.get_input_embeddings().weight.detach()
+
+    def quantized(self, weights: Weights) -> Checkpoint:
+        """With weights as they will be stored. The model is changed in place: this checkpoint's too."""
+        weights.quantize(self.decoder, self.embedding)
+        return dataclasses.replace(self, weights=weights)
 
     @cached_property
     def sentence_ends(self) -> list[int]:

@@ -187,6 +187,7 @@ def _info(arguments: argparse.Namespace) -> None:
         "recipe": default.recipe,
         "buckets": [bucket.length for bucket in default.buckets],
         "capacities": {str(bucket.length): bucket.capacities for bucket in default.buckets},
+        "weights": dataclasses.asdict(manifest.weights),
         "levels": levels,
         "backends": {name: _backend(status(name, bundle)) for name in NAMES},
         "operators": _operators(bundle),
@@ -203,6 +204,7 @@ def _info(arguments: argparse.Namespace) -> None:
         f"{bundle.path}: {model.model_type}, {model.num_layers} layers, {heads} KV heads of "
         f"{model.head_dim}, {model.image_tokens} tokens an image"
     )
+    print(f"weights: {manifest.weights.line(manifest.files[bundles.WEIGHTS].bytes)}")
     for name, level in manifest.levels.items():
         print(f"\nlevel {name}{' (default)' if name == manifest.default_level else ''}: ", end="")
         kept = f"{'at most ' if level.adaptive else ''}{level.visual_tokens} visual tokens an image kept"

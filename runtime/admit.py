@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from engines.bundle import Bucket, Bundle, Level, Manifest
 from engines.errors import UserError
 from engines.gate import Fallback, Gate
@@ -130,9 +128,12 @@ class Admission:
             most = max(most, state + max(costs[graph].running for graph in used))
             graphs = graphs | used
         pixels = next(s.nbytes for s in self._manifest.graphs[level.vision].inputs if s.name == "pixel_values")
-        table = model.vocab_size * model.hidden_size * np.dtype(model.embedding.dtype).itemsize
         own = 3 * images * pixels + 3 * tokens * model.hidden_size * 4  # blank pixels too; images' embeddings
-        own += min(MAPPED * (text + request.max_new_tokens), table) + VOCABULARY * model.vocab_size + SLACK
+        own += (
+            min(MAPPED * (text + request.max_new_tokens), model.embedding.nbytes)
+            + VOCABULARY * model.vocab_size
+            + SLACK
+        )
         return Need(frozenset(graphs), most + own + decoding)
 
     def admit(self, request: Request, decoding: int, others: Sequence[str]) -> tuple[Request, str]:

@@ -15,6 +15,7 @@ from engines.bundle import Bucket, Level, Model
 from engines.config import read_json
 from engines.errors import UserError, one_line
 from engines.tokens import PADDING, TEXT, VISUAL, segments
+from engines.weights import Table
 
 if TYPE_CHECKING:
     import jinja2
@@ -156,7 +157,7 @@ def left_pad(embeddings: np.ndarray, rows: Rows, length: int) -> dict[str, np.nd
     }
 
 
-def question_inputs(ids: Sequence[int], table: np.ndarray, length: int) -> dict[str, np.ndarray]:
+def question_inputs(ids: Sequence[int], table: np.ndarray | Table, length: int) -> dict[str, np.ndarray]:
     """What a vision graph takes that chooses by the question: `question` [1, Q, d] and `asked` [1, Q].
 
     Args:

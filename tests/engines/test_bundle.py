@@ -43,8 +43,9 @@ def test_round_trip(tmp_path: Path) -> None:
     assert opened.manifest == written
     assert set(opened.manifest.files) == {p.name for p in (tmp_path / "bundle").iterdir()} - {MANIFEST, CHECKSUM}
     np.testing.assert_array_equal(opened.embedding(), TABLE)
-    assert isinstance(opened.embedding(), np.memmap)
-    assert not opened.embedding().flags.writeable
+    table = opened.embedding()
+    assert isinstance(table, np.memmap)
+    assert not table.flags.writeable
     assert opened.file("decode.onnx").read_bytes() == b"decode.onnx" * 3
 
 

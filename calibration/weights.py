@@ -1,0 +1,58 @@
+"""What storing weights in fewer bits costs, on held-out samples: the model before it beside the model after it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from calibration.evaluate import prompt_of
+from calibration.guard import Guard
+from calibration.levels import OFF, WARN, split_samples
+from calibration.samples import model_inputs
+from engines.errors import UserError
+from engines.guard import Guarded, Limits
+from export.checkpoint import Checkpoint
+from export.weights import Weights
+
+
+def guarded_weights(
+    checkpoint: Checkpoint,
+    weights: Weights,
+    way: str,
+    folder: Path | None,
+    held_out: str | None,
+    say: Callable[[str], None],
+    task: Callable[[str, int], Callable[[], None]],
+) -> tuple[Checkpoint, Guarded]:
+    """The checkpoint with its weights as they will be stored, and what the guard says of it.
+
+    Levels are judged afterwards, beside this model: what they cost is told apart from what its weights cost.
+
+    Args:
+        way: `off` does not look, `warn` builds what breaks the limits; anything else refuses it.
+        folder, held_out, say, task: as `levels.guarded` takes them.
+
+    Raises:
+        UserError: the weights cost more than the guard's limits allow.
+    """
+    if weights.dtype == "float32" or way == OFF:
+        return checkpoint.quantized(weights), Guarded(note="as they were" if way != OFF else "not guarded: off")
+    where = folder or checkpoint.path / "samples"
+    known, others, why = split_samples(where, held_out, bool(folder), say)
+    if not others:
+        return checkpoint.quantized(weights), Guarded(note=f"not guarded: {why}")
+    name = f"{weights.dtype}-weights"
+    guard = Guard(checkpoint, known, others, progress=lambda what: task(f"guard: {what}", len(others)))
+    guard.checkpoint = checkpoint = checkpoint.quantized(weights)
+    for reference in guard.references:  # their embeddings are stored too
+        reference.prompt = prompt_of(checkpoint, model_inputs(checkpoint.processor, reference.sample))
+    verdict = guard.judge(dataclasses.replace(guard.whole, name=name, guard=Limits()))
+    if not (verdict.holds or way == WARN):
+        raise UserError(
+            f"{weights.dtype} weights are refused: {'; '.join(verdict.reasons)}: give more bits (--weights int8), "
+            "a scale for fewer of them (--group 32), or build it as it is (--guard warn)"
+        )
+    guarded = Guarded([verdict])
+    say(f"{weights.dtype} weights: {guarded.line}")
+    return checkpoint, guarded
