@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from calibration.observe import causal, run
+from calibration.observe import run
 from calibration.samples import Sample
 from calibration.statistics.attention import entropy
 from export.attention import attention_logits, mix_values
@@ -27,8 +27,8 @@ def attention_entropy(
     """
     total = [0.0] * checkpoint.decoder.num_layers
 
-    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        weights = (attention_logits(query, key, scale) + causal(key.shape[2])).softmax(dim=-1)
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor) -> Tensor:
+        weights = (attention_logits(query, key, scale) + mask).softmax(dim=-1)
         total[layer] += entropy(weights).mean(dim=(1, 2)).sum().item()
         return mix_values(weights, value)
 

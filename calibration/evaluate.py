@@ -68,7 +68,7 @@ class Prompt:
 
     def read(self, decoder: Decoder) -> None:
         """Run the decoder on it; what its attention does is set around."""
-        positions = self.position_ids.T[:, None] if decoder.mrope else self.positions[None]
+        positions = decoder.turned(self.position_ids.T[:, None] if decoder.mrope else self.positions[None])
         with added(decoder.language_model, self.deepstack.movedim(1, 0)[:, None]):
             decoder.language_model(inputs_embeds=self.embeddings[None], position_ids=positions, use_cache=False)
 
@@ -221,7 +221,7 @@ class Eager:
         if self.state.counts_mass:
             t["window_mass"][..., slots] = out["new_mass"][..., -rows:]
         t["window_bias"][:, slots] = 0
-        if self.state.compacts:
+        if "window_positions" in t:
             t["window_positions"][:, slots] = positions.int()
         if "window_kinds" in t:
             t["window_kinds"][:, slots] = kinds.to(torch.int8)

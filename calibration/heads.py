@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from calibration.observe import causal, observe, run
+from calibration.observe import observe, run
 from calibration.samples import Sample
 from export.attention import full_attention
 from export.checkpoint import Checkpoint
@@ -83,8 +83,8 @@ def predict(
     outputs = [attention.o_proj for attention in attentions(model, len(layers))]
     errors, sizes = [torch.zeros(len(layer), dtype=torch.float64) for layer in steps], [0.0 for _ in layers]
 
-    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        bias, heads_of = causal(key.shape[2]), (key.shape[1], -1)
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor) -> Tensor:
+        heads_of = (key.shape[1], -1)
         plain = full_attention(query, key, value, bias, scale)
         sizes[layer] += _power(outputs[layer](_rows(plain)))
         queries, told = query.unflatten(1, heads_of), plain.unflatten(1, heads_of)  # [1, kv_heads, group, tokens, ...]

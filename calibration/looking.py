@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from calibration.attention_map import KINDS
 from calibration.evaluate import Prompt, prompt_of
-from calibration.observe import causal
+from calibration.observe import forward, masks
 from calibration.samples import Sample, model_inputs, shortened
 from calibration.sensitivity import read
 from calibration.statistics import attention, cache, persistence, similarity
 from engines.errors import UserError
-from export.attention import attention_by, mix_values
+from export.attention import mix_values
 from export.checkpoint import Checkpoint
 from export.recipe import Recipe
 from export.stages.importance import Frequency
@@ -55,9 +57,8 @@ def read_sample(checkpoint: Checkpoint, sample: Sample, rows: int, rng: np.rando
     for number in (TEXT, VISUAL):
         places = (prompt.kinds == number).nonzero()[:, 0].numpy()
         kept[rng.choice(places, min(rows, len(places)), replace=False)] = True
-    look = Look(prompt.kinds, answer + 1, kept)
-    with torch.no_grad(), attention_by(look):
-        prompt.read(checkpoint.decoder)
+    look = Look(prompt.kinds, answer + 1, kept, masks(checkpoint.decoder, prompt, answer))
+    forward(checkpoint.decoder, prompt, look)
     part = {"tokens": torch.tensor(len(prompt)), "steps": torch.tensor(answer + 1)}
     for name in look.sums[0]:
         layers = [layer[name] for layer in look.sums if name in layer]  # the last one has no next layer
@@ -77,9 +78,8 @@ class Look:
         rows: smallest and largest keys and values of a layer, and those that are kept.
     """
 
-    def __init__(self, kinds: Tensor, steps: int, kept: Tensor):
-        self.kinds, self.steps, self.kept = kinds, steps, kept
-        self.mask = causal(len(kinds))
+    def __init__(self, kinds: Tensor, steps: int, kept: Tensor, masks: Sequence[Tensor]):
+        self.kinds, self.steps, self.kept, self.masks = kinds, steps, kept, masks
         self.sums: list[Sums] = []
         self.rows: list[dict[str, Tensor]] = []
         self.before: Tensor | None = None  # what the steps look at in the layer before
@@ -87,7 +87,8 @@ class Look:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         kinds = self.kinds
-        seen = Observation(query, key, self.mask, self.mask == 0, kinds[None], scale)
+        mask = self.masks[layer]
+        seen = Observation(query, key, mask, mask == 0, kinds[None], scale)
         weights = seen.attention[0]  # [kv_heads, group, tokens, tokens]
         steps = weights[:, :, -self.steps :]
         best = among_best(steps, steps, Frequency.share)

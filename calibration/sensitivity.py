@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from calibration.evaluate import Prompt, prompt_of
 from calibration.samples import Sample, model_inputs
 from engines.errors import UserError
-from export.attention import LOWEST, attention_by, attention_logits, mix_values
+from export.attention import LOWEST, attention_by, attention_logits, mix_values, near, visible
 from export.checkpoint import Checkpoint
 from export.compress import Compress
 from export.graphs import Decoder, Prefill, State
@@ -218,18 +218,24 @@ def continued(decoder: Decoder, cache: Sequence[Tokens], embeddings: Tensor, sta
     What many decode steps would say, in one pass: every token sees the cache and those before it.
     """
     order = torch.arange(embeddings.shape[1])
-    causal = torch.where(order[:, None] >= order, 0.0, LOWEST)
+    positions = (start + order).expand(embeddings.shape[0], -1)
+    real = torch.ones(positions.shape, dtype=torch.bool)
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         store, slots = cache[layer], cache[layer].key.shape[2]
+        window = decoder.sliding_window(layer)
         on_store = attention_logits(query, store.key, scale) + store.bias.clamp(min=LOWEST)[:, :, None, None]
-        weights = torch.cat([on_store, attention_logits(query, key, scale) + causal], dim=-1).softmax(dim=-1)
+        if window:
+            hidden = ~near(positions[:, None], store.positions, window)
+            on_store = on_store.masked_fill(hidden[:, :, None], LOWEST)
+        among = torch.where(visible(real, positions, window), 0.0, LOWEST)[:, None, None]
+        weights = torch.cat([on_store, attention_logits(query, key, scale) + among], dim=-1).softmax(dim=-1)
         return mix_values(weights[..., :slots], store.value) + mix_values(weights[..., slots:], value)
 
-    positions = (start + order).expand(embeddings.shape[0], -1)
+    turned = decoder.turned(positions)
     with torch.no_grad(), attention_by(attention):
         hidden = decoder.language_model(
-            inputs_embeds=embeddings, position_ids=positions, attention_mask=None, use_cache=False
+            inputs_embeds=embeddings, position_ids=turned, attention_mask=None, use_cache=False
         )[0]
     return decoder.head(hidden)
 

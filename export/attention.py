@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from engines.errors import UserError
+from engines.tokens import PADDING, VISUAL
 
 IMPLEMENTATION = "unicache"
 LOWEST = -1e4  # masks are finite (and fit float16), so that a fully masked row stays finite
@@ -19,14 +21,31 @@ LayerAttention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 _active: ContextVar[LayerAttention] = ContextVar("layer_attention")
 
 
-UNSUPPORTED = ("softcap", "s_aux")  # what some models do to their logits, and this attention does not
+Block = Literal["image", "prompt"]
 
 
-def _hook(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, **options):
-    if asked := [name for name in UNSUPPORTED if options.get(name) is not None]:
-        raise UserError(f"this model's attention has {asked[0]}, which is not supported yet")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = _active.get()(int(module.layer_idx), query, key, value, float(scale))  # type: ignore[arg-type]
+class Scale(float):
+    """A softmax scale, and with it the cap c that some models put on their logits x: c tanh(x / c)."""
+
+    softcap: float | None
+
+    def __new__(cls, scale: float, softcap: float | None = None) -> Scale:
+        self = super().__new__(cls, scale)
+        self.softcap = softcap
+        return self
+
+
+def softcap_of(scale: float) -> float | None:
+    return scale.softcap if isinstance(scale, Scale) else None
+
+
+def _hook(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, softcap=None, **options
+):
+    if options.get("s_aux") is not None:
+        raise UserError("this model's attention has s_aux (sinks that are no tokens), which is not supported yet")
+    scale = Scale(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
+    output = _active.get()(int(module.layer_idx), query, key, value, scale)  # type: ignore[arg-type]
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -48,11 +67,54 @@ def use_hook(language_model: nn.Module) -> None:
     language_model.config._attn_implementation = IMPLEMENTATION  # type: ignore[union-attr]
 
 
+def visible(
+    real: Tensor,
+    positions: Tensor,
+    window: int | None = None,
+    block: Block | None = None,
+    blocks: Tensor | None = None,
+) -> Tensor:
+    """Whether a prompt's query may look at a key, bool [batch, queries, tokens]; padding queries too.
+
+    Args:
+        real: which of the tokens are no padding, bool [batch, tokens].
+        positions: original ones, [batch, tokens], int32.
+        window: what lies so many positions back is out of sight; None: nothing is.
+        block: what a block is, within which tokens look both ways: an image, as far as the window allows, or the whole
+            prompt, whatever the window.
+        blocks: number of a token's block, 0 if it is in none, [batch, tokens].
+    """
+    order = torch.arange(real.shape[1])
+    seen = order[:, None] >= order[None, :]
+    same = None if blocks is None else (blocks[:, :, None] == blocks[:, None]) & (blocks[:, None] > 0)
+    if block == "image" and same is not None:
+        seen = seen | same
+    if window:
+        seen = seen & near(positions, positions, window)
+    if block == "prompt" and same is not None:
+        seen = seen | same
+    return seen & real[:, None, :]
+
+
+def blocks_of(block: Block | None, kinds: Tensor, segments: Tensor | None) -> Tensor | None:
+    """The number of each token's block in a prompt, by kind and segment [batch, tokens]; None where there are none."""
+    if block == "image":
+        assert segments is not None
+        return torch.where(kinds == VISUAL, segments, 0)
+    return (kinds != PADDING).int() if block == "prompt" else None
+
+
+def near(queries: Tensor, keys: Tensor, window: int) -> Tensor:
+    """Whether a key lies within a query's sliding window, by position: [..., queries], [..., keys] -> both."""
+    return queries[..., :, None] - keys[..., None, :] < window
+
+
 def attention_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Grouped-query logits without repeating keys.
 
     Args:
         query: [batch, heads, queries, head_dim]; key: [batch, kv_heads, tokens, head_dim].
+        scale: a `Scale` where the model caps its logits.
 
     Returns:
         [batch, kv_heads, group, queries, tokens].
@@ -60,7 +122,9 @@ def attention_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
     batch, heads, queries, head_dim = query.shape
     kv_heads = key.shape[1]
     grouped = query.reshape(batch, kv_heads, -1, head_dim)
-    logits = grouped @ key.transpose(2, 3) * scale
+    logits = grouped @ key.transpose(2, 3) * float(scale)
+    if cap := softcap_of(scale):
+        logits = (logits / cap).tanh() * cap
     return logits.reshape(batch, kv_heads, heads // kv_heads, queries, key.shape[2])
 
 
@@ -98,10 +162,14 @@ def store_window_attention(
     """Attention over a dequantized store and a window; shapes and results as `operators.quant_kv_attention`.
 
     Args:
+        store_bias: may differ from query to query, [batch, kv_heads, queries, slots].
+        scale: may be a `Scale`.
         by_query: do not sum the attention that slots receive over the queries: [batch, kv_heads, queries, tokens].
     """
     slots = key_store.shape[2]
-    store = attention_logits(query, key_store, scale) + store_bias.to(query.dtype).clamp(min=LOWEST)[:, :, None, None]
+    on_slots = store_bias.to(query.dtype).clamp(min=LOWEST)
+    on_slots = on_slots[:, :, None, None] if on_slots.dim() == 3 else on_slots[:, :, None]
+    store = attention_logits(query, key_store, scale) + on_slots
     window = attention_logits(query, key_window, scale) + window_bias.to(query.dtype).clamp(min=LOWEST)[:, None, None]
     attention = torch.cat([store, window], dim=-1).softmax(dim=-1)
     on_store, on_window = attention[..., :slots], attention[..., slots:]

@@ -45,10 +45,12 @@ class Checkpoint:
     def text_config(self) -> Any:
         return self.model.config.get_text_config()
 
-    @property
+    @cached_property
     def embedding(self) -> torch.Tensor:
-        """Token embedding table, [vocab_size, hidden_size], float32."""
-        return self.model.get_input_embeddings().weight.detach()
+        """Token embedding table, as its rows enter the decoder, [vocab_size, hidden_size], float32."""
+        module = self.model.get_input_embeddings()
+        table, scale = module.weight.detach(), getattr(module, "embed_scale", None)
+        return table if scale is None else table * scale
 
     def quantized(self, weights: Weights) -> Checkpoint:
         """With weights as they will be stored. The model is changed in place: this checkpoint's too."""
@@ -71,16 +73,12 @@ class Checkpoint:
         return size["height"], size["width"]
 
     def max_positions(self, scale: float = 1.0) -> int:
-        """Longest sequence in which every token may look at every earlier one: a sliding window is not built.
+        """Longest sequence that the model can read.
 
         Args:
             scale: how many times the positions of the training RoPE reaches.
         """
-        text = self.text_config
-        window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-        slides = "sliding_attention" in kinds if kinds else bool(window)
-        reach = int(text.max_position_embeddings * scale)
-        return min(reach, window) if slides and window else reach
+        return int(self.text_config.max_position_embeddings * scale)
 
 
 def load(folder: str | Path, weights: bool = True) -> Checkpoint:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from export.decoder import decoder_of
 from export.graphs import Decoder
 from export.mrope import mrope_of
 
@@ -44,19 +45,8 @@ class _ImageFeatures(nn.Module):
 
 
 def _decoder(model: Any) -> Decoder:
-    text = model.config.get_text_config()
-    kv_heads = [text.num_key_value_heads] * text.num_hidden_layers
     taps = getattr(model.config.vision_config, "deepstack_visual_indexes", ())
-    return Decoder(
-        language_model=model.model.language_model,
-        head=model.lm_head,
-        kv_heads=kv_heads,
-        model_kv_heads=kv_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        hidden_size=text.hidden_size,
-        mrope=mrope_of(model.config),
-        deepstack=len(taps),
-    )
+    return decoder_of(model, model.model.language_model, mrope=mrope_of(model.config), deepstack=len(taps))
 
 
 FAMILIES: dict[str, Family] = {"llava": Family(_ImageFeatures, _decoder)}

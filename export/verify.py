@@ -25,6 +25,8 @@ KERNEL_TOLERANCE = 2e-2
 # 3e-2. That is looked at beside the check that counts, of the same weights with inputs as they are.
 ROUNDED_TOLERANCE = 2e-1
 
+NEWEST = 4096  # position of what is read behind random states: none of theirs lies before the first
+
 
 def random_inputs(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
     """Plausible tensors for a graph: finite rows, some padding, some empty slots."""
@@ -38,12 +40,14 @@ def random_inputs(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
             value[..., : spec.shape[-1] // 8 if name == "kinds" else 0] = PADDING
         elif name == "segments":
             value = np.cumsum(rng.random(spec.shape) < 0.2, axis=-1) + 1
-        elif name in ("positions", "store_positions", "window_positions"):
-            value = np.broadcast_to(np.arange(spec.shape[-1]), spec.shape).copy()
         elif name == "position_ids":
             value = rng.integers(0, spec.shape[-1], spec.shape)
+        elif name.endswith("positions"):
+            step = 2 if name == "store_positions" else 1  # others were dropped
+            first = NEWEST - spec.shape[-1] * step if name != "positions" else NEWEST * (graph.kind == "extend")
+            value = np.broadcast_to(first + step * np.arange(spec.shape[-1]), spec.shape).copy()
         elif name == "position":
-            value = 64 - 5 * np.arange(spec.shape[0])[:, None]  # rows of a batch are ragged
+            value = NEWEST - 5 * np.arange(spec.shape[0])[:, None]  # rows of a batch are ragged
         elif name.endswith("bias"):
             filled = spec.shape[-1] * 7 // (8 + np.arange(spec.shape[0]).reshape(-1, *[1] * (len(spec.shape) - 1)))
             value = np.where(np.arange(spec.shape[-1]) < filled, 0, -np.inf) + np.zeros(spec.shape)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from calibration.evaluate import Eager, Prompt
 from calibration.looking import answered
-from calibration.observe import causal
+from calibration.observe import forward, masks
 from calibration.perceive import Perceive
 from calibration.samples import Sample, model_inputs
-from export.attention import attention_by, attention_logits, full_attention
+from export.attention import attention_logits, full_attention
 from export.buckets import bucket_length
 from export.checkpoint import Checkpoint
 from export.pipeline import Prepared
@@ -56,16 +56,16 @@ def look(checkpoint: Checkpoint, sample: Sample) -> Look:
     rows = torch.arange(int(visual.max()) + 1, len(prompt))
     asking, answering = rows < steps, rows >= steps
     asking = asking if asking.any() else answering  # a template may write nothing behind the images but the last token
-    mask, seen = causal(len(prompt)), []
+    known, seen = masks(checkpoint.decoder, prompt, more), []
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        mask = known[layer]
         weights = (attention_logits(query[:, :, rows], key, scale)[0] + mask[0, rows]).softmax(dim=-1)
         by_rows = weights.flatten(0, 1)[:, :, visual]  # [heads, rows, images, tokens]
         seen.append(torch.stack([by_rows[:, own].mean(dim=1) for own in (asking, answering)]))
         return full_attention(query, key, value, mask, scale)
 
-    with torch.no_grad(), attention_by(attention):
-        prompt.read(checkpoint.decoder)
+    forward(checkpoint.decoder, prompt, attention)
     by_layer = torch.stack(seen)  # [layers, 2, heads, images, tokens]
     number = int(by_layer[:, 1].sum(dim=(0, 1, 3)).argmax())
     pixels = model_inputs(checkpoint.processor, sample)["pixel_values"][number]

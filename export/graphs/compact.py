@@ -34,6 +34,7 @@ class Compact(Stateful):
         window, kept = self.state.window, self.state.recent
         old, decoder = window - kept, self.state.decoder
         window_mass = state.get("window_mass", torch.zeros(state["key_window"].shape[:3]))
+        newest = state["window_positions"].amax(dim=1)
         result: dict[str, Tensor] = {}
         for layer in range(decoder.num_layers):
             heads, shared = decoder.heads(layer), (-1, decoder.kv_heads[layer], -1)
@@ -62,7 +63,8 @@ class Compact(Stateful):
                 center=center,
                 marks=new_marks,
             )
-            result |= {f"{name}.{layer}": t for name, t in compress(compress.quantize.rearrange(slots) + rows).items()}
+            tokens = self.reachable(compress.quantize.rearrange(slots) + rows, layer, newest)
+            result |= {f"{name}.{layer}": t for name, t in compress(tokens).items()}
         for name in ("key_window", "value_window"):
             result[name] = pad(state[name][:, :, old:], (0, 0, 0, old))
         result["window_mass"] = pad(window_mass[..., old:], (0, old))

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from engines.bundle import TensorSpec
+from export.attention import near
 from export.compress import KeyStatistics
 from export.graphs.graph import NEW, Decoding, Kind
 from export.graphs.state import State
-
-NOT_DECODED = ("store_positions", "window_positions", "store_kinds", "window_kinds")  # decode does not read them
 
 
 class Decode(Decoding):
@@ -20,7 +19,7 @@ class Decode(Decoding):
 
     def __init__(self, state: State, statistics: list[KeyStatistics] | None):
         super().__init__(state, statistics)
-        specs = {name: spec for name, spec in state.specs().items() if not name.startswith(NOT_DECODED)}
+        specs = {name: spec for name, spec in state.specs().items() if self._reads(name)}
         self._takes(*self.tokens(), *specs.values())
         masses = [name for name in specs if "_mass" in name]
         self.outputs = [
@@ -29,6 +28,13 @@ class Decode(Decoding):
             "new_value",
             *(["new_mass", *(NEW + name for name in masses)] if masses else []),
         ]
+
+    def _reads(self, name: str) -> bool:
+        """Where a token lies matters to sliding windows only; what it is, to compaction only."""
+        kind, _, layer = name.partition(".")
+        if kind == "store_positions":
+            return self.state.decoder.sliding_window(int(layer)) is not None
+        return kind not in ("store_kinds", "window_kinds") and (kind != "window_positions" or self.state.decoder.slides)
 
     def tokens(self) -> list[TensorSpec]:
         """What is read, beside the state."""
@@ -67,10 +73,11 @@ class Decode(Decoding):
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             key = self.centred(key, layer)
             store, heads = self.state_of(state, layer), self.state.decoder.heads(layer)
+            store, bias = self._in_sight(layer, positions, store, window_bias, state.get("window_positions"))
             key_window = torch.cat([state["key_window"][:, heads].float(), key], dim=2)
             value_window = torch.cat([state["value_window"][:, heads].float(), value], dim=2)
             attend = self.layer(layer).quantize.attend
-            rest = (query, store, key_window, value_window, window_bias, scale)
+            rest = (query, store, key_window, value_window, bias, scale)
             output, *received = attend(*rest, by_query=True) if by_query else attend(*rest)
             on_store, on_window = received if by_query else [mass[:, :, None] for mass in received]
             new[layer] = (key, value, on_store, on_window)
@@ -92,3 +99,24 @@ class Decode(Decoding):
                 on_new.append(importance.update(torch.zeros_like(of_new[:, :, 0]), of_new, row, count))
             result["new_window_mass"], result["new_mass"] = torch.cat(on_old, dim=1), torch.cat(on_new, dim=1)
         return result
+
+    def _in_sight(
+        self,
+        layer: int,
+        positions: Tensor,
+        store: dict[str, Tensor],
+        bias: Tensor,
+        window_positions: Tensor | None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Store and window bias as the rows at `positions` see them through the layer's sliding window.
+
+        One row's bias of the store is what the operator takes; that of several is [batch, kv_heads, rows, slots].
+        """
+        sliding = self.state.decoder.sliding_window(layer)
+        if sliding is None or window_positions is None:
+            return store, bias
+        slots = near(positions[:, None], store["store_positions"], sliding)
+        on_store = torch.where(slots, store["store_bias"][:, :, None], -torch.inf)
+        rows = near(positions, torch.cat([window_positions, positions], dim=1), sliding)
+        on_store = on_store[:, :, 0] if on_store.shape[2] == 1 else on_store
+        return store | {"store_bias": on_store}, torch.where(rows, bias, -torch.inf)

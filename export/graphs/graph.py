@@ -6,6 +6,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from engines.bundle import TensorSpec
 from export.attention import attention_by
 from export.compress import Compress, KeyStatistics
 from export.graphs.state import State
+from export.stages.tokens import Tokens
 
 Kind = typing.Literal["vision", "prefill", "decode", "extend", "compact"]
 NEW = "new_"  # a graph cannot return a tensor under an input's name: `new_X` replaces X
@@ -62,6 +64,15 @@ class Stateful(Graph):
             return None
         return self.center[self.state.decoder.heads(layer)]
 
+    def reachable(self, tokens: Tokens, layer: int, newest: Tensor) -> Tokens:
+        """The tokens less those that no later query of a layer with a sliding window can see.
+
+        Args:
+            newest: position of the last token that was read, [batch].
+        """
+        window = self.state.decoder.sliding_window(layer)
+        return tokens.only(newest[:, None, None] + 1 - tokens.positions < window) if window else tokens
+
     def layer(self, index: int) -> Compress:
         return typing.cast(Compress, self.compress[index])
 
@@ -91,6 +102,13 @@ class Decoding(Stateful):
         center = self.center_of(layer)
         return key if center is None else key - center
 
+    def rotary(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE of a layer: positions [batch, n] or position ids -> cos and sin, [batch, n, head_dim]."""
+        model: Any = self.language_model
+        # Gemma 3 turns the layers with a sliding window by a base of their own.
+        which = [model.config.layer_types[layer]] if hasattr(model.rotary_emb, "layer_types") else []
+        return model.rotary_emb(torch.zeros(1), self.state.decoder.turned(positions), *which)
+
     def logits(self, embeddings: Tensor, positions: Tensor, attention, deepstack: Tensor | None = None) -> Tensor:
         """Run the decoder with `attention` in every layer; logits of the last token, [batch, vocab_size].
 
@@ -100,7 +118,10 @@ class Decoding(Stateful):
         """
         with attention_by(attention), added(self.language_model, deepstack):
             hidden = self.language_model(
-                inputs_embeds=embeddings, position_ids=positions.long(), attention_mask=None, use_cache=False
+                inputs_embeds=embeddings,
+                position_ids=self.state.decoder.turned(positions),
+                attention_mask=None,
+                use_cache=False,
             )[0]
         return self.head(hidden[:, -1])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from engines.bundle import TensorSpec
 from engines.errors import UserError
-from export.attention import LOWEST, full_attention
+from export.attention import LOWEST, Block, blocks_of, full_attention, visible
 from export.compress import KeyStatistics
 from export.graphs.graph import Decoding
 from export.graphs.state import State
@@ -34,6 +34,7 @@ class Prompt:
         bias: 0 a token, log(n) n merged, -inf padding, [batch, rows], float32.
         marks: as `Tokens.marks`, [batch, rows], int32.
         position_ids: of M-RoPE, [3, batch, rows].
+        block, blocks: as in `attention.visible`.
     """
 
     positions: Tensor
@@ -41,17 +42,18 @@ class Prompt:
     bias: Tensor
     marks: Tensor
     position_ids: Tensor | None = None
+    block: Block | None = None
+    blocks: Tensor | None = None
+    _sights: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    @cached_property
-    def visible(self) -> Tensor:
-        """Whether a query may look at a key, both causal and real, bool [batch, queries, rows]; padding queries too."""
-        order = torch.arange(self.kinds.shape[1])
-        return (order[:, None] >= order[None, :]) & (self.kinds != PADDING)[:, None, :]
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """What is added to the logits, finite, [batch, queries, rows]."""
-        return torch.where(self.visible, self.bias[:, None], LOWEST)
+    def sight(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """Whether a query may look at a row, bool [batch, queries, rows], padding queries too; and what is added to the
+        logits for it, finite. By the sliding window of a layer.
+        """
+        if window not in self._sights:
+            seen = visible(self.kinds != PADDING, self.positions, window, self.block, self.blocks)
+            self._sights[window] = seen, torch.where(seen, self.bias[:, None], LOWEST)
+        return self._sights[window]
 
     def tokens(self, key: Tensor, value: Tensor, mass: Tensor, center: Tensor | None) -> Tokens:
         """The rows as cached tokens."""
@@ -77,7 +79,7 @@ class Prefill(Decoding):
             TensorSpec("embeddings", "float32", [*shape, state.decoder.hidden_size]),
             TensorSpec("positions", "int32", shape),
             TensorSpec("kinds", "int32", shape),
-            *([TensorSpec("segments", "int32", shape)] if state.recipe.needs_segments else []),
+            *([TensorSpec("segments", "int32", shape)] if state.needs_segments else []),
             *self.more(shape),
         )
         self.outputs = ["logits", *state.specs()]
@@ -95,22 +97,24 @@ class Prefill(Decoding):
         importance, protect, shorten = state.recipe.importance, state.recipe.protect, state.recipe.shorten
         marks = torch.zeros_like(kinds) if segments is None else first_marks(kinds, segments)
         places, bias = torch.where(real, positions, -1), torch.where(real, 0.0, -torch.inf)
-        prompt = Prompt(places, kinds, bias, marks, position_ids)
+        block, blocks = state.decoder.block, blocks_of(state.decoder.block, kinds, segments)
+        prompt = Prompt(places, kinds, bias, marks, position_ids, block, blocks)
         received = torch.zeros(kinds.shape)  # in the layer before the prompt is shortened
         cached: dict[int, Tokens] = {}
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             nonlocal received
             key, length = self.centred(key, layer), key.shape[2]
+            seen, mask = prompt.sight(state.decoder.sliding_window(layer))
 
             @cache
             def seen_by(queries: int) -> Observation:
                 last = slice(length - queries, length)
-                seen = prompt.visible[:, last] & (prompt.kinds != PADDING)[:, last, None]
+                its = seen[:, last] & (prompt.kinds != PADDING)[:, last, None]
                 return Observation(
-                    query[:, :, last], key, prompt.mask[:, last], seen, prompt.kinds, scale,
+                    query[:, :, last], key, mask[:, last], its, prompt.kinds, scale,
                     center=self.center_of(layer), positions=prompt.positions, position_ids=prompt.position_ids,
-                    rotary=lambda at: self.language_model.get_submodule("rotary_emb")(embeddings, at),
+                    rotary=partial(self.rotary, layer),
                 )  # fmt: skip
 
             if state.shortened and layer == shorten.layer - 1 and shorten.queries:
@@ -120,7 +124,7 @@ class Prefill(Decoding):
             tokens = cached[layer] = prompt.tokens(key, value, mass, self.center_of(layer))
             if protect.aligns:
                 tokens.marks = tokens.marks + ALIGNED * protect.aligned(seen_by(length)).int()
-            return full_attention(query, key, value, prompt.mask, scale)
+            return full_attention(query, key, value, mask, scale)
 
         def fewer(hidden: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal prompt
@@ -130,15 +134,18 @@ class Prefill(Decoding):
             rows = shorten(Rows(hidden, place, kinds, prompt.bias, received, numbers, fixed))
             positions, marks = take(prompt.positions, rows.index), take(prompt.marks, rows.index)
             ids = None if position_ids is None else position_ids.gather(2, rows.index.expand(3, -1, -1))
-            prompt = Prompt(positions, rows.kinds, rows.bias, marks, ids)
+            own = None if prompt.blocks is None else take(prompt.blocks, rows.index)
+            prompt = Prompt(positions, rows.kinds, rows.bias, marks, ids, block, own)
             return rows.hidden, rows.index
 
         with before_layer(self.language_model, shorten.layer, fewer) if state.shortened else nullcontext():
             turned = positions if position_ids is None else position_ids
             result = {"logits": self.logits(embeddings, turned, attention, deepstack)}
         edges = [length - state.recent for length in state.lengths]  # what lies behind them is the window's
+        newest = prompt.positions.amax(dim=1)
         for layer, edge in enumerate(edges):
-            result |= {f"{name}.{layer}": t for name, t in self.layer(layer)(cached[layer][:edge]).items()}
+            tokens = self.reachable(cached[layer][:edge], layer, newest)
+            result |= {f"{name}.{layer}": t for name, t in self.layer(layer)(tokens).items()}
         window = [cached[layer][edge:] for layer, edge in enumerate(edges)]
         free = state.window - state.recent
         dtype = getattr(torch, state.recipe.window.dtype)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
 
 from engines.bundle import Shortened, TensorSpec
 from engines.errors import UserError
 from engines.mrope import MRope
+from export.attention import Block
 from export.recipe import Recipe
 from export.stages.quantize.quantize import Quantize
 
@@ -24,6 +25,10 @@ class Decoder:
         model_kv_heads: the same before heads were merged: what the uncompressed cache holds.
         mrope: how it counts position ids, three a token; None: a token has one, its position.
         deepstack: taps of the vision encoder that are added to visual tokens behind the first layers, one a layer.
+        sliding_windows: positions that each layer looks back, itself among them; None: to the first. Empty: all do.
+        softcap: of the logits of attention, if they have one. The layers' own code applies it.
+        block: within what a prompt's tokens look both ways, as `attention.visible` says.
+        first_position: that RoPE gives to the first token of a sequence; everybody else counts from 0.
     """
 
     language_model: nn.Module
@@ -34,6 +39,23 @@ class Decoder:
     hidden_size: int
     mrope: MRope | None = None
     deepstack: int = 0
+    sliding_windows: Sequence[int | None] = ()
+    softcap: float | None = None
+    block: Block | None = None
+    first_position: int = 0
+
+    def sliding_window(self, layer: int) -> int | None:
+        """Of one layer."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def turned(self, positions: Tensor) -> Tensor:
+        """Positions in a sequence as RoPE counts them, int64."""
+        return positions.long() + self.first_position if self.first_position else positions.long()
+
+    @property
+    def slides(self) -> bool:
+        """Whether a layer has a sliding window."""
+        return any(self.sliding_windows)
 
     @property
     def num_layers(self) -> int:
@@ -65,8 +87,9 @@ class State:
 
     @cached_property
     def quantize(self) -> Sequence[Quantize]:
-        """How each layer's store holds keys and values."""
-        return self.recipe.quantize.by_layer(self.decoder.num_layers)
+        """How each layer's store holds keys and values; not centred where logits are capped, which see a shift."""
+        methods = self.recipe.quantize.by_layer(self.decoder.num_layers)
+        return [replace(own, center=False) for own in methods] if self.decoder.softcap else methods  # type: ignore[type-var]
 
     @property
     def shortened(self) -> Shortened | None:
@@ -95,6 +118,12 @@ class State:
         return [short.tokens if short and layer >= self.recipe.shorten.layer else self.length for layer in layers]
 
     @property
+    def most(self) -> list[int]:
+        """Tokens of a full prompt that a later query could see in every layer."""
+        windows = (self.decoder.sliding_window(layer) for layer in range(self.decoder.num_layers))
+        return [min(length, window or length) for length, window in zip(self.lengths, windows, strict=True)]
+
+    @property
     def capacities(self) -> list[int]:
         """C_l of every layer: by the recipe's share of tokens, or by what its share of bytes leaves for the store.
 
@@ -107,7 +136,7 @@ class State:
             return replace(self, batch=1).capacities
         budget, layers = self.recipe.budget, self.decoder.num_layers
         if budget.kv_bytes is None:
-            return budget.capacities(budget.keep * self.length, layers, self.lengths)
+            return budget.capacities(budget.keep * self.length, layers, self.most)
         window = self._nbytes([0] * layers)
         slot = (self._nbytes([self.length] * layers) - window) / self.length  # one in every layer
         allowed = budget.kv_bytes * self.length * self.decoder.fp16_token_bytes - window
@@ -120,12 +149,12 @@ class State:
         unlike = len(set(zip(self.decoder.kv_heads, map(str, self.quantize), strict=True))) > 1
         if unlike:  # a slot costs less in some layers: the mean slot depends on the shares
             for _ in range(8):
-                slots *= allowed / (self._nbytes(budget.capacities(slots, layers, self.lengths)) - window)
-        capacities = budget.capacities(slots, layers, self.lengths)
+                slots *= allowed / (self._nbytes(budget.capacities(slots, layers, self.most)) - window)
+        capacities = budget.capacities(slots, layers, self.most)
         excess = (self._nbytes(capacities) - window - allowed) / slot
         if excess < 1:
             return capacities
-        return budget.capacities(slots - excess, layers, self.lengths)  # last groups of few tokens have whole scales
+        return budget.capacities(slots - excess, layers, self.most)  # last groups of few tokens have whole scales
 
     @property
     def window(self) -> int:
@@ -143,6 +172,11 @@ class State:
     @property
     def compacts(self) -> bool:
         return self.recipe.window.compact
+
+    @property
+    def needs_segments(self) -> bool:
+        """Whether prefill must know which image or sentence a token belongs to."""
+        return self.recipe.needs_segments or self.decoder.block == "image"
 
     @property
     def counts_mass(self) -> bool:
@@ -187,9 +221,9 @@ class State:
         return {name: TensorSpec(name, dtype, shape) for name, (dtype, shape) in specs.items()}
 
     def _used(self, name: str) -> bool:
-        """What only compaction reads is not there without it."""
+        """What only compaction reads is not there without it; positions are what sliding windows need too."""
         if name.endswith("_kinds"):
             return self.compacts and self.recipe.needs_kinds
         if name.endswith("_mass"):
             return self.counts_mass
-        return not name.endswith("_positions") or self.compacts
+        return not name.endswith("_positions") or self.compacts or self.decoder.slides

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from engines.bundle import TensorSpec
-from export.attention import LOWEST, attention_by, attention_logits, full_attention
+from export.attention import LOWEST, attention_by, attention_logits, blocks_of, full_attention, visible
 from export.graphs.graph import Graph
 from export.graphs.state import Decoder
 from export.recipe import Recipe
 from export.stages.perception import Attention
 from export.stages.perception.adaptive import coverage, entropy
 from export.stages.perception.perception import Guided
+from export.stages.tokens import TEXT, VISUAL
 
 
 class Vision(Graph):
@@ -35,7 +36,7 @@ class Vision(Graph):
         self.layers = self.perception.layers if isinstance(self.perception, Attention) else ()
         if self.layers:
             assert decoder is not None
-            self.language_model = decoder.language_model
+            self.decoder, self.language_model = decoder, decoder.language_model
         specs = [TensorSpec("pixel_values", "float32", [1, 3, height, width])]
         if isinstance(self.perception, Guided):
             with torch.no_grad():
@@ -73,10 +74,16 @@ class Vision(Graph):
         order = torch.arange(count + length)
         positions = torch.where(order >= count, (order - padding).clamp(min=0), order)
         real = torch.cat([torch.ones(features.shape[:2]), asked], dim=1) > 0
-        bias = torch.where((order[:, None] >= order) & real[:, None], 0.0, LOWEST)  # [1, N + Q, N + Q]
-        seen = []
+        decoder, image, seen = self.decoder, torch.where(order < count, VISUAL, TEXT)[None], []
+        blocks = blocks_of(decoder.block, image, image)
+        windows = {decoder.sliding_window(layer) for layer in range(decoder.num_layers)}
+        masks = {
+            window: torch.where(visible(real, positions, window, decoder.block, blocks), 0.0, LOWEST)
+            for window in windows
+        }  # [1, N + Q, N + Q]
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            bias = masks[decoder.sliding_window(layer)]
             if layer in self.layers:
                 logits = attention_logits(query[:, :, -1:], key, scale) + bias[:, None, None, -1:]
                 seen.append(logits.softmax(dim=-1)[:, :, :, 0, :count].mean(dim=(1, 2)))
@@ -85,7 +92,7 @@ class Vision(Graph):
         with attention_by(attention):
             self.language_model(
                 inputs_embeds=torch.cat([features, question], dim=1),
-                position_ids=positions,
+                position_ids=decoder.turned(positions),
                 attention_mask=None,
                 use_cache=False,
             )

@@ -79,6 +79,17 @@ class Tokens:
         taken = {name: x.gather(2, rows if x.dim() == 4 else index) for name, x in self._rows().items()}
         return Tokens(**taken, center=self.center)
 
+    def only(self, chosen: Tensor) -> Tokens:
+        """The same, slots emptied that are not chosen, bool [batch, kv_heads, tokens]; their rows stay, for nobody."""
+        return dataclasses.replace(
+            self,
+            positions=torch.where(chosen, self.positions, -1),
+            kinds=torch.where(chosen, self.kinds, PADDING),
+            bias=torch.where(chosen, self.bias, -torch.inf),
+            mass=torch.where(chosen, self.mass, 0.0),
+            marks=torch.where(chosen, self.marks, 0),
+        )
+
     def padded(self, count: int) -> Tokens:
         """The same with at least `count` slots; new ones are empty."""
         more = count - self.key.shape[2]

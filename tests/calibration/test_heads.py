@@ -57,9 +57,10 @@ def outputs(model: Any, checkpoint: Checkpoint, samples: list[Sample]) -> list[n
         for layer, to in zip(model.layers, seen, strict=True)
     ]
 
-    def attention(layer: int, query: Any, key: Any, value: Any, scale: float) -> torch.Tensor:
+    def attention(layer: int, query: Any, key: Any, value: Any, scale: float, mask: Any) -> torch.Tensor:
         order = torch.arange(key.shape[2])
-        return full_attention(query, key, value, torch.where(order[:, None] >= order, 0.0, -1e4)[None], scale)
+        assert torch.equal(mask, torch.where(order[:, None] >= order, 0.0, -1e4)[None])
+        return full_attention(query, key, value, mask, scale)
 
     decoder = dataclasses.replace(checkpoint.decoder, language_model=model)
     run(dataclasses.replace(checkpoint, decoder=decoder), samples, attention, lambda: None)

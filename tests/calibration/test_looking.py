@@ -50,7 +50,8 @@ def test_sums_are_those_of_loops(
         ]
     )
     tokens_of = torch.tensor([VISUAL_TOKEN if kind else TEXT_TOKEN for kind in kinds])
-    look = Look(tokens_of, steps, torch.ones(tokens, dtype=torch.bool))
+    causal = torch.full((1, tokens, tokens), -1e4).triu(1)
+    look = Look(tokens_of, steps, torch.ones(tokens, dtype=torch.bool), [causal] * layers)
     for layer in range(layers):
         q, k, v = (torch.from_numpy(part[layer])[None] for part in (query, key, value))
         out = look(layer, q, k, v, scale)

@@ -19,6 +19,8 @@ from engines import bundle
 from engines.errors import UserError
 from export import build
 from export import checkpoint as checkpoints
+from export import recipe as recipes
+from export.graphs import State
 from tests.export import tiny
 from tests.export.conftest import ROOT
 
@@ -156,13 +158,15 @@ def test_a_checkpoint_whose_parts_do_not_fit(
     assert message in refused(copy, "--recipe", "off")
 
 
-def test_a_sliding_window_bounds_the_prompt(tiny_path: Path, copy: Path) -> None:
+def test_a_sliding_window_bounds_its_layers_and_not_the_prompt(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     config["text_config"] |= {"model_type": "mistral", "sliding_window": 80}
     (copy / "config.json").write_text(json.dumps(config))
-    assert checkpoints.load(copy).max_positions() == 80
-    assert checkpoints.load(copy).max_positions(scale=2.0) == 80  # RoPE may reach further, the window does not
-    assert checkpoints.load(tiny_path).max_positions() == tiny.POSITIONS
+    checkpoint = checkpoints.load(copy)
+    assert checkpoint.max_positions() == tiny.POSITIONS
+    assert checkpoint.max_positions(scale=2.0) == 2 * tiny.POSITIONS
+    assert checkpoint.decoder.sliding_windows == [80] * checkpoint.decoder.num_layers
+    assert State(checkpoint.decoder, recipes.load("off"), 128).capacities == [80] * checkpoint.decoder.num_layers
 
 
 @pytest.mark.parametrize("prompt", [None, 3, "what is in this <image> ?"])

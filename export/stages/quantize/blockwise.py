@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import export.operators  # noqa: F401  registers torch.ops.unicache
-from export.attention import store_window_attention
+from export.attention import softcap_of, store_window_attention
 from export.stages.quantize.blocks import Blocks
 from export.stages.quantize.quantize import KeyStatistics, Quantize, Specs
 from export.stages.quantize.ranges import least_error, percentile
@@ -127,14 +127,16 @@ class Blockwise(Quantize):
         if self.rotate:  # (qH)·(kH) = q·k: a few rows are rotated in place of the whole store
             query, key_window, value_window = rotate(query), rotate(key_window), rotate(value_window)
         rest = (store["store_bias"], key_window, value_window, window_bias, scale)
-        if (bits := self.operator_bits) and not by_query:  # the operator sums over the queries
+        # The operator sums over the queries, has one bias of a slot for all of them, and does not cap logits.
+        plain = by_query or store["store_bias"].dim() > 3 or softcap_of(scale) is not None
+        if (bits := self.operator_bits) and not plain:
             key_scale, value_scale = (
                 store[name] if (static := self._static(name.split("_")[0])) is None else static
                 for name in ("key_scale", "value_scale")
             )
             output, on_store, on_window = torch.ops.unicache.quant_kv_attention(
                 query, store["key_store"], key_scale, store["value_store"], value_scale,
-                *rest, *bits,
+                *rest[:-1], float(scale), *bits,
             )  # fmt: skip
         else:
             key, value = self.read(store, query.shape[-1])
