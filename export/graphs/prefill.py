@@ -71,8 +71,7 @@ class Prefill(Decoding):
     def __init__(self, state: State, statistics: list[KeyStatistics] | None):
         super().__init__(state, statistics)
         decoder, importance = state.decoder, state.recipe.importance
-        halves = decoder.mrope is None or turns_halves(decoder.language_model, decoder.head_dim)
-        if isinstance(importance, ExpectedAttention) and not halves:
+        if isinstance(importance, ExpectedAttention) and not turns_halves(decoder.language_model, decoder.head_dim):
             raise UserError("[importance] expected-attention needs RoPE that turns a head's two halves: take another")
         shape = [state.batch, state.length]
         self._takes(

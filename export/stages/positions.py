@@ -52,5 +52,7 @@ class Positions(Stage):
 
 def turns_halves(language_model: Any, head_dim: int) -> bool:
     """Whether RoPE turns a whole head, number i of its first half with number i of the second: Llama's way."""
-    cos, _ = language_model.rotary_emb(torch.zeros(1), torch.ones(1, 1, dtype=torch.long))
-    return cos.shape[-1] == head_dim and torch.equal(*cos.chunk(2, dim=-1))
+    rotary, one = language_model.rotary_emb, torch.ones(1, 1, dtype=torch.long)
+    kinds = [[kind] for kind in getattr(rotary, "layer_types", [])] or [[]]
+    tables = [rotary(torch.zeros(1), one, *kind)[0] for kind in kinds]
+    return all(cos.shape[-1] == head_dim and torch.equal(*cos.chunk(2, dim=-1)) for cos in tables)

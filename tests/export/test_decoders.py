@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.errors import UserError
 from engines.ort import OrtSession
 from export.graphs import Decode, Stateful
+from export.stages.heads import HeadMoments, Heads
 from export.stages.tokens import TEXT
 from export.to_onnx import WeightFile, export
 from tests.export import decoders, tiny
@@ -139,6 +141,23 @@ def test_only_what_slides_reads_positions() -> None:
     plain = decoders.make("llama")
     state = Driver(plain.decoder, tiny.recipe(**EVICTING), LENGTH).state
     assert not [name for name in Decode(state, None).inputs if "positions" in name]
+
+
+def test_expected_attention_needs_rope_that_it_can_turn_on() -> None:
+    """Gemma 3's two kinds of layers have a RoPE each; Cohere's turns neighbours."""
+    recipe = tiny.recipe(**{**EVICTING, "importance": {"method": "expected-attention", "future": 8}})
+    known = decoders.make("gemma3_text")
+    check_by_oracle(known, Driver(known.decoder, recipe, LENGTH), 20, 1e-5)
+    with pytest.raises(UserError, match="expected-attention needs RoPE that turns a head's two halves"):
+        Driver(decoders.make("cohere2").decoder, recipe, LENGTH)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_heads_with_a_norm_are_not_merged(name: str) -> None:
+    known = decoders.make(name)
+    moments = [HeadMoments(torch.ones(2, 2, 8), torch.ones(2, 2, 16, 16))] * 4
+    with pytest.raises(UserError, match="has q_norm beside its projections"):
+        Heads(merge=True).fold(known.decoder.language_model, moments)
 
 
 class Exported(Driver):

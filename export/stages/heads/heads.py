@@ -103,8 +103,9 @@ class Heads(Stage):
         """Raise a `UserError` if the heads of this model cannot be merged in its weights."""
         for attention in attentions(language_model, len(moments)):
             _check(attention)
-        if self.align:
-            _check_rope(language_model, moments[0].values.shape[-1])
+        # Keys are turned in pairs of a head's two halves: the model's RoPE must turn the same pairs.
+        if self.align and not turns_halves(language_model, moments[0].values.shape[-1]):
+            raise UserError("[heads] align needs RoPE that turns the halves of a whole head: set align = false")
 
     def fold(self, language_model: nn.Module, moments: Sequence[HeadMoments]) -> tuple[nn.Module, list[int]]:
         """The decoder with merged heads, and the number of KV heads of each layer.
@@ -187,9 +188,3 @@ def _check(attention: Any) -> None:
             f"[heads] merge: this model's attention has {extra[0]} beside its projections, so that its heads cannot be "
             "merged in the weights, and merging them inside the graph is not supported yet: leave [heads] out"
         )
-
-
-def _check_rope(language_model: Any, head_dim: int) -> None:
-    """Keys are turned in pairs of a head's two halves: the model's RoPE must turn the same pairs."""
-    if not turns_halves(language_model, head_dim):
-        raise UserError("[heads] align needs RoPE that turns the halves of a whole head: set align = false")
