@@ -196,6 +196,7 @@ class Model:
     Attributes:
         kv_heads: KV heads of each layer.
         sentence_ends: ids of the tokens that end a sentence, as `engines.tokens` finds them in the vocabulary.
+        block: within what tokens look both ways, each image or the whole prompt: prefill must read it at once.
     """
 
     model_type: str
@@ -210,6 +211,7 @@ class Model:
     eos_token_ids: list[int]
     embedding: Embedding
     sentence_ends: list[int] = field(default_factory=list)
+    block: Literal["image", "prompt"] | None = None
 
     def __post_init__(self) -> None:
         sizes = ("num_heads", "head_dim", "hidden_size", "vocab_size", "image_tokens")

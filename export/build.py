@@ -374,6 +374,7 @@ def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
         eos_token_ids=[int(e) for e in (ends if isinstance(ends, list) else [ends]) if e is not None],
         embedding=embedding,
         sentence_ends=checkpoint.sentence_ends,
+        block=checkpoint.decoder.block,
     )
 
 

@@ -34,6 +34,7 @@ from runtime.preprocess import decoding_bytes, preprocess
 from runtime.prompt import (
     PromptReader,
     Rows,
+    check_blocks,
     choose_bucket,
     first_part,
     image_positions,
@@ -225,7 +226,9 @@ class VLM:
             most = f"this level has only {level.max_positions} positions: give fewer images or words"
             raise UserError(f"the prompt has {positions} tokens, and {most}")
         text = len(ids) - images
-        choose_bucket(text + images * level.least_visual_tokens, text, level)
+        tokens = text + images * level.least_visual_tokens
+        bucket = choose_bucket(tokens, text, level)
+        check_blocks([TEXT] * (tokens - bucket.length), self.model.block)
 
     def read(self, request: Request, stats: Stats) -> Generator[None, None, Context]:
         """Read the whole prompt: by prefill what its bucket holds, or (`question_later`) the images; then the rest.
@@ -236,6 +239,7 @@ class VLM:
         stats.prompt_tokens = rows.total
         context, split = (request.context, 0) if request.context else self._begin(request, rows, visual, stats)
         stats.bucket, state = context.bucket.length, context.state
+        check_blocks(rows.kinds[split:], self.model.block)
         if not context.bucket.compact and (behind := len(rows) - split) > state.free:
             advice = "begin a new session" if request.keep else "ask with the image (without question_later)"
             free = f"{state.free} of them free, which this level never compacts"

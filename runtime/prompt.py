@@ -140,6 +140,27 @@ def first_part(rows: Rows, bucket: Bucket) -> int:
     return max(n for n in range(1, most + 1) if short.fits(n, int(text[n - 1])))
 
 
+def check_blocks(behind: Sequence[int] | np.ndarray, block: str | None) -> None:
+    """Refuse what the model looks at in both directions, where not all of it is read by one prefill.
+
+    Args:
+        behind: kinds of the tokens that are read later.
+        block: as in the manifest's model.
+    """
+    if block == "prompt" and len(behind):
+        raise UserError(
+            f"this model looks at a prompt in both directions, and {len(behind)} of its tokens would be read after the "
+            "others: ask all in one prompt, not in a session's later turn or with question_later, and in no more "
+            "tokens than the longest bucket has (rebuild with  --buckets)"
+        )
+    if block == "image" and VISUAL in behind:
+        raise UserError(
+            "this model looks at an image in both directions, and a part of one would be read after the rest of the "
+            "prompt: give images in the first turn of a session only, and fewer of them or fewer words before them "
+            "(or rebuild with longer  --buckets)"
+        )
+
+
 def left_pad(embeddings: np.ndarray, rows: Rows, length: int) -> dict[str, np.ndarray]:
     """What a prefill graph may take: `embeddings` [1, S, d]; `positions`, `kinds` and `segments` [1, S].
 
