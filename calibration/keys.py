@@ -47,12 +47,18 @@ class Drawn:
 
 
 def key_statistics(
-    checkpoint: Checkpoint, samples: Sequence[Sample], progress: Callable[[], None] = lambda: None, rows: int = 0
+    checkpoint: Checkpoint,
+    samples: Sequence[Sample],
+    progress: Callable[[], None] = lambda: None,
+    rows: int = 0,
+    reach: int = 0,
 ) -> list[KeyStatistics]:
     """Run the samples through the decoder and measure its values and its keys after RoPE.
 
     Args:
         progress: called once a sample.
+        reach: positions that the samples are spread over. RoPE turns the slow channels of a key so little in a short
+            prompt that their range there says nothing of what it is further on.
         rows: keys and values to draw by the same lots from those of all samples; 0: none, and they are left out.
 
     Returns:
@@ -70,7 +76,7 @@ def key_statistics(
         for some, seen in zip(drawn[layer], (keys, values), strict=False):
             some.see(seen)
 
-    tokens = observe(checkpoint, samples, see, progress)
+    tokens = observe(checkpoint, samples, see, progress, reach)
     statistics = []
     for layer, (keys, values, rotated_keys, rotated_values) in enumerate(ranges):
         center = torch.as_tensor(total[layer]) / tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,10 +24,12 @@ def observe(
     samples: Sequence[Sample],
     see: Callable[[int, Tensor, Tensor], None],
     progress: Callable[[], None] = lambda: None,
+    reach: int = 0,
 ) -> int:
     """Run every sample; the number of their tokens.
 
     Args:
+        reach: as in `run`.
         see: called with the layer, and its keys after RoPE and values of one sample, [kv_heads, tokens, head_dim].
         progress: called once a sample.
     """
@@ -35,7 +38,7 @@ def observe(
         see(layer, key[0], value[0])
         return full_attention(query, key, value, mask, scale)
 
-    return run(checkpoint, samples, attention, progress)
+    return run(checkpoint, samples, attention, progress, reach)
 
 
 def masks(decoder: Decoder, prompt: Prompt, answer: int = 0) -> list[Tensor]:
@@ -64,11 +67,18 @@ def run(
     samples: Sequence[Sample],
     attention: MaskedAttention,
     progress: Callable[[], None],
+    reach: int = 0,
 ) -> int:
-    """Run every sample with `attention` in every layer, which is also given the layer's mask; the number of tokens."""
+    """Run every sample with `attention` in every layer, which is also given the layer's mask; the number of tokens.
+
+    Args:
+        reach: the samples begin at positions that are spread evenly over so many; 0: all begin at 0.
+    """
     tokens = 0
-    for sample in samples:
+    for number, sample in enumerate(samples):
         prompt = prompt_of(checkpoint, model_inputs(checkpoint.processor, sample))
+        start = number * max(reach - len(prompt), 0) // max(len(samples) - 1, 1)
+        prompt = replace(prompt, positions=prompt.positions + start, position_ids=prompt.position_ids + start)
         forward(checkpoint.decoder, prompt, _masked(attention, masks(checkpoint.decoder, prompt)))
         tokens += len(prompt)
         progress()

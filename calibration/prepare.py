@@ -24,12 +24,14 @@ def prepare(
     recipes: dict[str, Recipe],
     samples: Sequence[Sample],
     task: Callable[[str], Callable[[], None]] = lambda what: lambda: None,
+    reach: int = 0,
 ) -> dict[str, Prepared]:
     """Stretch positions and merge heads as each recipe wants it, then measure the keys of the decoder that results.
 
     Args:
         samples: may be empty if no recipe `needs_samples`.
         task: called with what is about to be measured; what it returns is called once a sample.
+        reach: positions of the longest prompts, see `key_statistics`; 0: the samples' own.
     """
     checkpoints: dict[str, Checkpoint] = {}  # with each decoder, by the settings that change it
     moments: dict[str, list[HeadMoments]] = {}
@@ -53,7 +55,7 @@ def prepare(
                 checkpoint.weights.quantize(checkpoints[key].decoder)  # means of rows lie on no grid
         if recipe.quantize.calibrated:
             if key not in statistics:
-                statistics[key] = key_statistics(checkpoints[key], samples, task("calibrating keys"), rows)
+                statistics[key] = key_statistics(checkpoints[key], samples, task("calibrating keys"), rows, reach)
             known = statistics[key]
         prepared[name] = Prepared(checkpoints[key].decoder, known, note)
     return prepared

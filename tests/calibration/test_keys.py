@@ -22,20 +22,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 
-def cached_keys(model: Any, inputs: dict) -> list[torch.Tensor]:
-    """Post-RoPE keys of every layer, [kv_heads, tokens, head_dim]."""
+def cached_keys(model: Any, inputs: dict, start: int = 0) -> list[torch.Tensor]:
+    """Post-RoPE keys of every layer of a prompt that begins at a position, [kv_heads, tokens, head_dim]."""
+    positions = start + torch.arange(inputs["input_ids"].shape[1])[None]
     with torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
+        cache = model(**inputs, position_ids=positions, use_cache=True).past_key_values
     return [layer.keys[0] for layer in cache.layers]
 
 
-def test_statistics_are_those_of_hugging_faces_cache(folder: Path) -> None:
+@pytest.mark.parametrize("reach", [0, 10, 200])
+def test_statistics_are_those_of_hugging_faces_cache(folder: Path, reach: int) -> None:
+    """Of two samples, the second one ends at the last of the positions that they are spread over."""
     checkpoint, known = checkpoints.load(folder), samples.read(folder / "samples")
     calls: list[None] = []
-    statistics = keys.key_statistics(checkpoint, known, lambda: calls.append(None))
+    statistics = keys.key_statistics(checkpoint, known, lambda: calls.append(None), reach=reach)
     assert len(calls) == len(known) == 2
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
-    cached = [cached_keys(model, samples.model_inputs(checkpoint.processor, sample)) for sample in known]
+    prompts = [samples.model_inputs(checkpoint.processor, sample) for sample in known]
+    starts = [0, max(0, reach - prompts[1]["input_ids"].shape[1])]
+    cached = [cached_keys(model, prompt, start) for prompt, start in zip(prompts, starts, strict=True)]
     for layer, got in enumerate(statistics):
         rows = torch.cat([item[layer] for item in cached], dim=1)
         assert rows.shape == (2, 2 * cached[0][0].shape[1], 16)
