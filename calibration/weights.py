@@ -8,10 +8,12 @@ from pathlib import Path
 
 from calibration.evaluate import prompt_of
 from calibration.guard import Guard
+from calibration.islands import islands
 from calibration.levels import OFF, WARN, split_samples
 from calibration.samples import model_inputs
 from engines.errors import UserError
 from engines.guard import Guarded, Limits
+from engines.weights import StoredWeights
 from export.checkpoint import Checkpoint
 from export.weights import Weights
 
@@ -24,8 +26,8 @@ def guarded_weights(
     held_out: str | None,
     say: Callable[[str], None],
     task: Callable[[str, int], Callable[[], None]],
-) -> tuple[Checkpoint, Guarded]:
-    """The checkpoint with its weights as they will be stored, and what the guard says of it.
+) -> tuple[Checkpoint, StoredWeights]:
+    """The checkpoint with its weights as they will be stored, and what is told of them.
 
     Levels are judged afterwards, beside this model: what they cost is told apart from what its weights cost.
 
@@ -36,18 +38,29 @@ def guarded_weights(
     Raises:
         UserError: the weights cost more than the guard's limits allow.
     """
-    if weights.dtype == "float32" or way == OFF:
-        return checkpoint.quantized(weights), Guarded(note="as they were" if way != OFF else "not guarded: off")
-    where = folder or checkpoint.path / "samples"
-    known, others, why = split_samples(where, held_out, bool(folder), say)
-    if not others:
-        return checkpoint.quantized(weights), Guarded(note=f"not guarded: {why}")
-    name = f"{weights.dtype}-weights"
+    parameters = sum(p.numel() for p in checkpoint.model.parameters())
+    group = weights.layers.group if weights.bits else 0
+    stored = StoredWeights(weights.dtype, group, parameters)  # type: ignore[arg-type]  # one of its names
+    if weights.dtype == "float32":
+        return checkpoint, stored
+    known, others, why = split_samples(folder or checkpoint.path / "samples", held_out, bool(folder), say)
+    if weights.dtype == "float16":
+        seen = [*known, *others]
+        found = islands(checkpoint, seen, task("looking for what float16 does not hold", len(seen)))
+        for name, reason in found.items():
+            say(f"{name} stays float32: {reason}")
+        if not seen:
+            say(f"warning: activations beyond float16 are not looked for: {why}")
+        weights = weights.sparing(checkpoint.model.get_submodule(name) for name in found)
+        stored = dataclasses.replace(stored, islands=found)
+    if way == OFF or not others:
+        note = f"not guarded: {why if way != OFF else OFF}"
+        return checkpoint.quantized(weights), dataclasses.replace(stored, guard=Guarded(note=note))
     guard = Guard(checkpoint, known, others, progress=lambda what: task(f"guard: {what}", len(others)))
     guard.checkpoint = checkpoint = checkpoint.quantized(weights)
     for reference in guard.references:  # their embeddings are stored too
         reference.prompt = prompt_of(checkpoint, model_inputs(checkpoint.processor, reference.sample))
-    verdict = guard.judge(dataclasses.replace(guard.whole, name=name, guard=Limits()))
+    verdict = guard.judge(dataclasses.replace(guard.whole, name=f"{weights.dtype}-weights", guard=Limits()))
     if not (verdict.holds or way == WARN):
         raise UserError(
             f"{weights.dtype} weights are refused: {'; '.join(verdict.reasons)}: give more bits (--weights int8), "
@@ -55,4 +68,4 @@ def guarded_weights(
         )
     guarded = Guarded([verdict])
     say(f"{weights.dtype} weights: {guarded.line}")
-    return checkpoint, guarded
+    return checkpoint, dataclasses.replace(stored, guard=guarded)

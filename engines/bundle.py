@@ -47,11 +47,11 @@ from engines.manifest import (
     Shortened,
     TensorSpec,
 )
-from engines.weights import Table, Weights
+from engines.weights import StoredWeights, Table
 
 __all__ = [
     "Adaptive", "Bucket", "Bundle", "Embedding", "Graph", "Level", "Library", "Manifest", "Model", "Plan", "Shortened",
-    "TensorSpec", "Weights", "read", "seal", "sha256", "writing",
+    "StoredWeights", "TensorSpec", "read", "seal", "sha256", "writing",
 ]  # fmt: skip
 
 MIB = 2**20

@@ -15,7 +15,7 @@ import numpy as np
 
 from engines.gate import Adaptive
 from engines.guard import Guarded
-from engines.weights import Embedding, Weights
+from engines.weights import Embedding, StoredWeights
 
 FORMAT = "unicache-edge"
 VERSION = 4
@@ -263,7 +263,7 @@ class Manifest:
     backends: dict[str, str] = field(default_factory=dict)
     tools: dict[str, str] = field(default_factory=dict)
     libraries: list[Library] = field(default_factory=list)
-    weights: Weights = field(default_factory=Weights)
+    weights: StoredWeights = field(default_factory=StoredWeights)
     files: dict[str, File] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION

@@ -92,7 +92,7 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class Weights:
+class StoredWeights:
     """How the weights are stored.
 
     Attributes:
@@ -100,15 +100,18 @@ class Weights:
         group: columns of a row that share a scale, at most; 0: they have none.
         parameters: of the whole model.
         guard: what they cost on held-out samples, beside float32 and before any level.
+        islands: with float16, modules that stay float32, and why.
     """
 
     dtype: Literal["float32", "float16", "int8", "int4"] = "float32"
     group: int = 0
     parameters: int = 0
     guard: Guarded = field(default_factory=lambda: Guarded(note="as they were"))
+    islands: dict[str, str] = field(default_factory=dict)
 
     def line(self, size: int) -> str:
         """For a person to read, `size` bytes in all."""
         grid = f" in groups of {self.group}, head and embedding table int8" if self.group else ""
         share = f", {size / (4 * self.parameters):.2f} of float32" if self.parameters else ""
-        return f"{self.dtype}{grid}; {size / 2**20:.1f} MiB{share}; {self.guard.line}"
+        islands = f" but for {len(self.islands)} products that stay float32" if self.islands else ""
+        return f"{self.dtype}{grid}{islands}; {size / 2**20:.1f} MiB{share}; {self.guard.line}"

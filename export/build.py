@@ -73,11 +73,11 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--weights",
-        choices=("float32", "int8", "int4"),
+        choices=("float32", "float16", "int8", "int4"),
         default="float32",
         help="how the decoder's weights are stored, for all levels: int8 and int4 are whole numbers with a scale for "
-        "every --group of them, computed with as such by ONNX Runtime; the head and the embedding table are int8 then "
-        "(default: float32)",
+        "every --group of them, computed with as such by ONNX Runtime; the head and the embedding table are int8 then. "
+        "float16 holds the vision encoder's too, and TensorRT computes in it (default: float32)",
     )
     parser.add_argument(
         "--group",
@@ -211,7 +211,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
     described, makers = plan_levels(checkpoint, levels, buckets, prepared, args.batch)
     described = {name: dataclasses.replace(level, guard=guarded[name]) for name, level in described.items()}
     jobs = args.jobs or (min(os.cpu_count() or 1, 4) if parameters(checkpoint) < SMALL else 1)
-    with WeightFile(folder, checkpoint.weights.grids) as weights, _progress(console) as bar:
+    with WeightFile(folder, checkpoint.weights) as weights, _progress(console) as bar:
         exports = bar.add_task("exporting and checking graphs", total=len(makers))
 
         def done(exported: Exported) -> None:
@@ -283,8 +283,10 @@ def _describe(checkpoint: Checkpoint) -> str:
     )
 
 
-def _quantized(args: argparse.Namespace, checkpoint: Checkpoint, console: Console) -> tuple[Checkpoint, bundle.Weights]:
-    """The checkpoint with its weights as they are stored, and what the guard says of that."""
+def _quantized(
+    args: argparse.Namespace, checkpoint: Checkpoint, console: Console
+) -> tuple[Checkpoint, bundle.StoredWeights]:
+    """The checkpoint with its weights as they are stored, and what is told of them."""
     from calibration.weights import guarded_weights
     from export.weights import Weights
 
@@ -294,10 +296,7 @@ def _quantized(args: argparse.Namespace, checkpoint: Checkpoint, console: Consol
         def task(what: str, times: int) -> Callable[[], None]:
             return partial(bar.advance, bar.add_task(what, total=times))
 
-        where = (args.samples, args.held_out)
-        checkpoint, guarded = guarded_weights(checkpoint, weights, args.guard, *where, console.print, task)
-    group = weights.layers.group if weights.bits else 0
-    return checkpoint, bundle.Weights(args.weights, group, parameters(checkpoint), guarded)
+        return guarded_weights(checkpoint, weights, args.guard, args.samples, args.held_out, console.print, task)
 
 
 def _guarded(

@@ -49,12 +49,17 @@ class Checkpoint:
     def embedding(self) -> torch.Tensor:
         """Token embedding table, as its rows enter the decoder, [vocab_size, hidden_size], float32."""
         module = self.model.get_input_embeddings()
-        table, scale = module.weight.detach(), getattr(module, "embed_scale", None)
-        return table if scale is None else table * scale
+        return module.weight.detach() if getattr(module, "embed_scale", None) is None else self._scaled_embedding
+
+    @cached_property
+    def _scaled_embedding(self) -> torch.Tensor:
+        """Scaled, it lies on another grid than the weight itself, which may be the head's too."""
+        module = self.model.get_input_embeddings()
+        return self.weights.nearest(module.weight.detach() * module.embed_scale)
 
     def quantized(self, weights: Weights) -> Checkpoint:
         """With weights as they will be stored. The model is changed in place: this checkpoint's too."""
-        weights.quantize(self.decoder, self.embedding)
+        weights.quantize(self.decoder, self.model.get_input_embeddings().weight, self.encoder)
         return dataclasses.replace(self, weights=weights)
 
     @cached_property

@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from engines import bundle
 from engines.bundle import TensorSpec
 from export.graphs import Graph
 from export.operators import DOMAIN, OPERATORS, functions, translations
-from export.weights import Grid, nbits
+from export.weights import Weights
 
 OPSET = 20
 PAGE = 4096  # weights are aligned to pages, so that they can be memory-mapped
@@ -33,12 +33,12 @@ INLINE = 256  # smaller constants stay in the .onnx file
 class WeightFile:
     """Every weight once, by content: graphs of one model name and transpose their weights alike.
 
-    Weights that lie on one of `grids` are stored as codes and scales. Several processes may add to one file: what is in
-    it is written down in an index beside it, under a lock.
+    Constants are stored as something smaller, if `weights` finds that it is equal. Several processes may add to one
+    file: what is in it is written down in an index beside it, under a lock.
     """
 
-    def __init__(self, folder: Path, grids: Sequence[Grid] = ()):
-        self.grids = grids
+    def __init__(self, folder: Path, weights: Weights | None = None):
+        self.weights = weights or Weights()
         self.folder, self._file, self._index = folder, folder / bundle.WEIGHTS, folder / ".weights.index"
         self._known: dict[str, int] = {}
         self._file.touch()
@@ -114,7 +114,7 @@ def export(graph: Graph, name: str, weights: WeightFile) -> bundle.Graph:
     for operator in dict.fromkeys(node.op_type for node in used):
         for function in bodies[operator]:
             model.functions[function.identifier()] = function
-    nbits.pack(model, weights.grids)
+    weights.weights.pack(model)
     weights.externalize(model)
     file = f"{name}.onnx"
     ir.save(model, weights.folder / file)

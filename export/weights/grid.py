@@ -16,6 +16,7 @@ from torch import Tensor
 # What the largest value of a block may be, in scales. The first, and 8, are those that lie on a grid of their own.
 DIVISORS = {4: (7.0, 8.0, 7.4, 7.8, 8.4, 8.8), 8: (127.0,)}
 LEAST_GROUP = 32  # of columns that share a scale
+LEAST_SIZE = 2**12  # numbers of a weight that is worth it
 CHUNK = 2**21  # weights that are looked at at once: what is held beside a weight is a few times this
 PROBE = 8  # rows that tell most weights that lie on no grid
 

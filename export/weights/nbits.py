@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from engines import weights as layout
-from export.weights.grid import LEAST_GROUP, Grid
-from export.weights.weights import LEAST_SIZE
+from export.weights.grid import LEAST_GROUP, LEAST_SIZE, Grid
 
 DOMAIN, OPERATOR = "com.microsoft", "MatMulNBits"
 # Inputs are rounded to 8 bits in blocks, so that the product is one of integers. One row times 2048 x 2048 weights

@@ -7,26 +7,32 @@ The decoder's linear layers take the bits that were asked for. The head and the 
 logit changes a token at once, and an embedding is read by one row a token, so that fewer bits gain no time. Where both
 are one weight, they are one in the file too. Left alone: the vision encoder and its projector, which run once an
 image, on inputs of a wider range; norms, biases and whatever is small.
+
+In float16 are all of them, the vision encoder's too, and their products are computed in it (`float16.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from engines.weights import Embedding, pack
-from export.weights.grid import LEAST_GROUP, Grid
+from export.weights import float16, nbits
+from export.weights.float16 import digest
+from export.weights.grid import LEAST_GROUP, LEAST_SIZE, Grid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    import onnx_ir as ir
     from torch import Tensor
 
     from export.graphs import Decoder
 
-LEAST_SIZE = 2**12  # numbers of a weight that is worth it
+PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 GROUPS = {"int4": 32, "int8": 128}
 
 
@@ -37,10 +43,12 @@ class Weights:
     Attributes:
         dtype: `float32`, `float16`, `int8` or `int4`.
         group: columns of a row that share a scale, at most; 0: as measured best.
+        islands: digests of the weights whose products float16 does not hold: they stay float32.
     """
 
     dtype: str = "float32"
     group: int = 0
+    islands: frozenset[str] = frozenset()
 
     @property
     def bits(self) -> int:
@@ -62,8 +70,17 @@ class Weights:
         """What a weight may lie on, the coarsest first."""
         return list(dict.fromkeys([self.layers, self.table])) if self.bits else []
 
-    def quantize(self, decoder: Decoder, embedding: Tensor | None = None) -> None:
+    def sparing(self, islands: Iterable[Any]) -> Weights:
+        """The same, but for these modules."""
+        return replace(self, islands=frozenset(digest(module.weight) for module in islands))
+
+    def quantize(self, decoder: Decoder, embedding: Tensor | None = None, encoder: nn.Module | None = None) -> None:
         """Move the weights onto their grids, in place and one by one; those that lie there already stay as they are."""
+        if self.dtype == "float16":
+            owners = [owner for owner in (decoder.language_model, decoder.head, encoder) if owner is not None]
+            for weight in [*(() if embedding is None else [embedding]), *(m.weight for m in products(*owners))]:
+                if not (self.islands and digest(weight) in self.islands):
+                    weight.data.copy_(weight.data.half())
         if not self.bits:
             return
         done = set()
@@ -75,16 +92,34 @@ class Weights:
                 done.add(weight.data_ptr())
                 weight.data.copy_(grid.nearest(weight.data))
 
+    def nearest(self, table: Tensor) -> Tensor:
+        """An embedding table as it will be stored."""
+        if self.dtype == "float16":
+            return table.half().float()
+        return self.table.nearest(table) if self.bits else table
+
+    def pack(self, model: ir.Model) -> None:
+        """Store a graph's constants as what they were found to be."""
+        if self.dtype == "float16":
+            float16.halve(model, self.islands)
+        nbits.pack(model, self.grids)
+
     def store(self, table: Tensor, add: Callable[[bytes], int]) -> Embedding:
         """Write the embedding table; `add` writes bytes and tells their offset."""
         found = self.table.find(table) if self.bits else None
         if found is None:
-            stored = table.half() if self.dtype == "float16" else table
+            halved = table.half()
+            stored = halved if self.dtype == "float16" and torch.equal(halved.float(), table) else table
             array = stored.contiguous().numpy()
             return Embedding(add(array.tobytes()), str(array.dtype), list(array.shape))
         codes, scales = pack(found[0].numpy(), self.table.bits), found[1].numpy()
         group = self.table.group_of(table.shape[1])
         return Embedding(add(codes.tobytes()), "uint8", list(table.shape), add(scales.tobytes()), group)
+
+
+def products(*owners: nn.Module) -> Iterator[Any]:
+    """The modules that multiply by a weight."""
+    return (m for owner in owners for m in owner.modules() if isinstance(m, PRODUCTS))
 
 
 def _linear(module: nn.Module) -> Iterator[Tensor]:

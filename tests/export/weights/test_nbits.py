@@ -55,8 +55,8 @@ def model(weight: np.ndarray, way: str, batch: list[int], times: int = 1) -> tup
 
 
 def saved(made: ir.Model, folder: Path) -> Path:
-    with WeightFile(folder, GRIDS) as weights:
-        nbits.pack(made, weights.grids)
+    with WeightFile(folder) as weights:
+        nbits.pack(made, GRIDS)
         weights.externalize(made)
     ir.save(made, folder / "graph.onnx")
     return folder / "graph.onnx"
@@ -114,9 +114,9 @@ def test_a_table_and_the_head_that_is_tied_to_it_are_stored_once(tmp_path: Path)
     weights = Weights("int4")
     table = on_grid(64, 96, weights.table)
     made, _, _ = model(table, "head", [1])
-    with WeightFile(tmp_path, weights.grids) as file:
+    with WeightFile(tmp_path, weights) as file:
         embedding = weights.store(torch.from_numpy(table), file.add)
-        nbits.pack(made, file.grids)
+        file.weights.pack(made)
         file.externalize(made)
     packed = next(node for node in made.graph if node.op_type == "MatMulNBits")
     offsets = [value.const_value.offset for value in packed.inputs[1:]]  # type: ignore[union-attr]

@@ -17,8 +17,9 @@ from engines.bundle import Bundle
 from engines.ort import OrtSession
 from export import build as command
 from export import checkpoint as checkpoints
+from export.to_onnx import WeightFile
 from export.weights import Weights
-from export.weights.weights import LEAST_SIZE
+from export.weights.grid import LEAST_SIZE
 from tests.export import tiny
 from tests.export.conftest import build
 
@@ -52,6 +53,20 @@ def test_layers_take_the_bits_and_tables_take_8(tiny_path: Path) -> None:
         else:
             assert torch.equal(weight, before[name]), name
     assert INT4.table.find(checkpoint.embedding) is not None
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float16"])
+def test_a_scaled_table_is_stored_as_it_is_read(tiny_path: Path, tmp_path: Path, dtype: str) -> None:
+    checkpoint = checkpoints.load(tiny_path)
+    module = checkpoint.model.get_input_embeddings()
+    module.register_buffer("embed_scale", torch.tensor(64**0.5 * 1.01))
+    scaled = module.weight * module.embed_scale
+    checkpoint = checkpoint.quantized(Weights(dtype))
+    with WeightFile(tmp_path) as file:
+        embedding = checkpoint.weights.store(checkpoint.embedding, file.add)
+    assert embedding.dtype == {"int4": "uint8", "float16": "float16"}[dtype]
+    torch.testing.assert_close(checkpoint.embedding, scaled, rtol=0, atol=0.01 * scaled.abs().max().item())
+    assert not torch.equal(checkpoint.embedding, scaled)
 
 
 def test_float32_leaves_all_as_it_is(tiny_path: Path) -> None:
