@@ -15,4 +15,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # two test processes share the core
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-exec "$python" -m pytest -n 2 "$@"
+exec "$python" -m pytest -n 2 --dist worksteal "$@" # neighbours share what a file sets up

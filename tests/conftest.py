@@ -29,16 +29,21 @@ settings.load_profile("here")
 os.environ.setdefault(store.FOLDER, str(ROOT / "build" / "libraries"))
 
 
+def shared(factory: pytest.TempPathFactory, worker_id: str, name: str) -> Path:
+    """A path that is the same for all test processes."""
+    base = factory.getbasetemp()
+    return (base if worker_id == "master" else base.parent) / name
+
+
 @pytest.fixture(scope="session")
 def demo_bundle(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Bundle:
     """The default bundle of the demo model: levels off, balanced, extreme and chat."""
-    base = tmp_path_factory.getbasetemp()
-    shared = (base if worker_id == "master" else base.parent) / "demo-vlm"
-    with FileLock(f"{shared}.lock"):
-        if not shared.is_dir():
-            command = [sys.executable, str(ROOT / "export" / "build.py"), "--out", str(shared)]
+    path = shared(tmp_path_factory, worker_id, "demo-vlm")
+    with FileLock(f"{path}.lock"):
+        if not path.is_dir():
+            command = [sys.executable, str(ROOT / "export" / "build.py"), "--out", str(path)]
             subprocess.run(command, check=True, timeout=1500)
-    return bundles.read(shared)
+    return bundles.read(path)
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +54,10 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def operator_library(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The ONNX Runtime library of our operators' CPU kernels, built once for all test processes."""
-    base = tmp_path_factory.getbasetemp()
-    library = (base if worker_id == "master" else base.parent) / cpu_library.NAME
+    """The ONNX Runtime library of our operators' CPU kernels, built once for all test processes and bundles."""
     try:
         cpu_library.compiler()
     except UserError as error:
         pytest.skip(str(error))
-    with FileLock(f"{library}.lock"):
-        if not library.is_file():
-            cpu_library.build(library)
-    return library
+    with FileLock(shared(tmp_path_factory, worker_id, "cpu.lock")):
+        return store.cpu().path

@@ -7,7 +7,8 @@ from filelock import FileLock
 
 from engines import trt
 from engines.errors import UserError
-from engines.plugins import cuda_library
+from engines.plugins import cuda_library, store
+from tests.conftest import shared
 from tests.engines.small_bundle import write
 from tests.engines.trt_builder import STAND_IN
 
@@ -20,17 +21,13 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def plugin_library(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The TensorRT plugin library of this checkout, built once for all test processes."""
-    base = tmp_path_factory.getbasetemp()
-    shared = (base if worker_id == "master" else base.parent) / cuda_library.NAME
-    with FileLock(f"{shared}.lock"):
-        if not shared.is_file():
-            try:
-                cuda_library.find_nvcc(), cuda_library.find_headers()
-            except UserError as error:
-                pytest.skip(str(error))
-            cuda_library.build(shared)
-    return shared
+    """The TensorRT plugin library of this checkout, built once for all test processes and bundles."""
+    try:
+        cuda_library.find_nvcc(), cuda_library.find_headers()
+    except UserError as error:
+        pytest.skip(str(error))
+    with FileLock(shared(tmp_path_factory, worker_id, "cuda.lock")):
+        return store.cuda().path
 
 
 @pytest.fixture

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from filelock import FileLock
+from torch.onnx._internal.exporter import _registration
 from transformers import AutoModelForImageTextToText
 
 from export import checkpoint as checkpoints
@@ -24,8 +26,13 @@ RECIPE = Path(__file__).with_name("small.toml")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
+def _quick() -> Iterator[None]:
+    """One thread, and the exporter's table of operators is made once: it is the same for every graph."""
     torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        apis = _registration.onnxscript_apis
+        patch.setattr(apis, "get_torchlib_ops", functools.cache(apis.get_torchlib_ops))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "protect": {"sinks": 1, "recent": 2},
     "window": {"least": 8, "most": 8, "recent": 0.25},
 }
-COMPRESSING = {"importance", "modality", "budget", "protect", "merge"}  # of them the other graphs see a store's size
+COMPRESSING = {"importance", "modality", "budget", "protect", "merge"}  # of them decode and extend see a store's size
 REFUSED = {"NonZero", "BitShift", "BitwiseAnd", "If", "Loop", "Scan"}  # by TensorRT, or not static
 NEEDED: dict[str, dict[str, Any]] = {
     "measured": {"shares": [1.0, 3.0, 2.0]},
@@ -108,7 +108,9 @@ def graphs(
     known = tiny.statistics(checkpoint.decoder)
     state = State(checkpoint.decoder, recipe, LENGTH, batch=2)
     if kinds is None:
-        kinds = (Prefill, Compact) if slot in COMPRESSING else (Prefill, Decode, Extend, Compact)
+        kinds = (Prefill,) if slot == "shorten" else (Prefill, Compact)  # the others see the size of what is left
+        if slot not in {*COMPRESSING, "shorten"}:  # extend reads a store as decode does: settings are tried in one
+            kinds += (Decode,) if table in MORE.get(slot, []) else (Decode, Extend)
     return [kind(state, known) for kind in kinds]
 
 

@@ -22,7 +22,7 @@ from tests.export.conftest import DEMO
 pytestmark = pytest.mark.slow
 
 STEPS, BATCH = 64, 20
-SAMPLES = 50 * fuzz.TIMES  # of every suite
+SAMPLES = BATCH * fuzz.TIMES  # of every suite
 TIE = 1e-4  # two logits this close are decided by the order of a float32 sum
 EXCUSED = 0.02
 
@@ -88,7 +88,7 @@ def test_tokens_are_hugging_faces(
     record_property("equal", equal)
     record_property("ties", ties)
     assert equal + ties == len(items)
-    assert ties <= EXCUSED * len(items)
+    assert ties <= max(EXCUSED * len(items), 1)
     assert len(answers) > len(items) / 50  # different images and questions got different answers
 
 

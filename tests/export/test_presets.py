@@ -13,6 +13,7 @@ from calibration.evaluate import Eager, prompt_of
 from calibration.prepare import prepare
 from calibration.samples import processed
 from demo_vlm.suites import Item, suites
+from engines.bundle import Bundle
 from export import recipe as recipes
 from export.checkpoint import Checkpoint
 from export.pipeline import Prepared
@@ -49,11 +50,12 @@ def test_a_preset_answers(name: str, demo: Checkpoint, prepared: dict[str, Prepa
 
 
 @pytest.mark.slow
-def test_presets_build_and_answer(demo: Checkpoint, tmp_path: Path, items: list[Item]) -> None:
-    wanted = [argument for name in PRESETS for argument in ("--recipe", name)]
+def test_presets_build_and_answer(demo: Checkpoint, demo_bundle: Bundle, tmp_path: Path, items: list[Item]) -> None:
+    there = demo_bundle.manifest.levels
+    wanted = [argument for name in PRESETS if name not in there for argument in ("--recipe", name)]
     conftest.build(demo.path, "--out", tmp_path / "bundle", "--images", 1, *wanted)
     for name in PRESETS:
-        vlm = runtime.open(tmp_path / "bundle", level=name, threads=1)
+        vlm = runtime.open(demo_bundle.path if name in there else tmp_path / "bundle", level=name, threads=1)
         for later in (False, True):
             answers = [vlm.generate(item.question, item.images, 8, question_later=later) for item in items]
             assert {answer.stats.level for answer in answers} == {(later and recipes.load(name).unknown) or name}

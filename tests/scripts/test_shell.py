@@ -168,7 +168,7 @@ def test_environment_refuses_strange_extras(extras: str, checkout: Checkout) -> 
     assert checkout.log.read_text() == ""
 
 
-TESTS = ["-m ruff check .", "-m ruff format --check .", "-m mypy", "-m pytest -n 2"]
+TESTS = ["-m ruff check .", "-m ruff format --check .", "-m mypy", "-m pytest -n 2 --dist worksteal"]
 
 
 def test_test_runs_every_check_and_passes_arguments_to_pytest(checkout: Checkout, tmp_path: Path) -> None:
