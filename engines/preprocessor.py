@@ -46,6 +46,12 @@ class ImagePreprocessor:
         if min(self.std) <= 0:
             raise ValueError(f"std must be positive, got {self.std}")
 
+    @property
+    def fixed_size(self) -> tuple[int, int] | None:
+        """Height and width of what it makes of any picture; None where that depends on the picture."""
+        size = self.crop or self.resize or {}
+        return (size["height"], size["width"]) if "height" in size else None
+
     @classmethod
     def read(cls, folder: Path) -> ImagePreprocessor:
         """Read `preprocessor.json` of a bundle."""

@@ -16,30 +16,47 @@ import torch
 from torch import nn
 
 from engines.errors import UserError, one_line
+from engines.layout import Layout
 from engines.preprocessor import ImagePreprocessor
 from engines.tokens import sentence_ends
 from export.attention import use_hook
 from export.compat import check_transformers
 from export.families import FAMILIES
 from export.graphs import Decoder
+from export.layouts import DO_NOT_FIT, layout
 from export.preprocessors import load_processor
 from export.weights.weights import Weights
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model with its processor, and what the exporter needs to know of it."""
+    """A loaded model with its processor, and what the exporter needs to know of it.
+
+    Attributes:
+        layouts: what pictures are brought to; the first one is what calibration works with.
+        encoders: of each layout, by its name: from its `pixel_values` to its visual tokens.
+    """
 
     path: Path
     model: Any
     processor: Any
     model_type: str
-    encoder: nn.Module
     decoder: Decoder
     preprocessor: ImagePreprocessor
     image_token_id: int
-    image_tokens: int
+    layouts: list[Layout]
+    encoders: dict[str, nn.Module]
     weights: Weights = dataclasses.field(default_factory=Weights)
+
+    @property
+    def encoder(self) -> nn.Module:
+        """Of the first layout, which calibration works with."""
+        return self.encoders[self.layouts[0].name]
+
+    @property
+    def image_tokens(self) -> int:
+        """N, visual tokens of a picture of the first layout; 0 where there is none."""
+        return self.layouts[0].tokens if self.layouts else 0
 
     @property
     def text_config(self) -> Any:
@@ -71,11 +88,8 @@ class Checkpoint:
 
     @property
     def pixel_size(self) -> tuple[int, int]:
-        """Height and width of the pixels that the preprocessor makes."""
-        size = self.preprocessor.crop or self.preprocessor.resize or {}
-        if "height" not in size:
-            raise UserError(f"{self.path}: its image processor gives no fixed size; such models are not supported yet")
-        return size["height"], size["width"]
+        """Height and width of the pictures of the first layout."""
+        return self.layouts[0].height, self.layouts[0].width
 
     def max_positions(self, scale: float = 1.0) -> int:
         """Longest sequence that the model can read.
@@ -106,49 +120,31 @@ def load(folder: str | Path, weights: bool = True) -> Checkpoint:
     decoder = family.decoder(model)
     processor = _processor(path)
     use_hook(decoder.language_model)
-    encoder = family.encoder(model).eval()
     try:
         preprocessor = _preprocessor(path, processor.image_processor)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its image processor is not supported: {one_line(error)}") from error
-    checkpoint = Checkpoint(
-        path=path,
-        model=model,
-        processor=processor,
-        model_type=model_type,
-        encoder=encoder,
-        decoder=decoder,
-        preprocessor=preprocessor,
-        image_token_id=model.config.image_token_id,
-        image_tokens=0,
-    )
+    if (size := preprocessor.fixed_size) is None:
+        raise UserError(f"{path}: its image processor gives no fixed size; such models are not supported yet")
+    image_token_id = model.config.image_token_id
+    layouts = [layout(path, processor, image_token_id, *size)]
+    encoders = {each.name: family.encoder(model, each).eval() for each in layouts}
+    for each in layouts:
+        _check_encoder(path, encoders[each.name], each, image_token_id, "cpu" if weights else "meta")
+    return Checkpoint(path, model, processor, model_type, decoder, preprocessor, image_token_id, layouts, encoders)
+
+
+def _check_encoder(path: Path, encoder: nn.Module, layout: Layout, image_token_id: int, device: str) -> None:
+    """The encoder must give as many tokens as the processor leaves room for."""
     try:
-        with torch.no_grad(), torch.device("cpu" if weights else "meta"):
-            tokens = encoder(torch.zeros(1, 3, *checkpoint.pixel_size)).shape[1]
-    except UserError:
-        raise
+        with torch.no_grad(), torch.device(device):
+            given = encoder(torch.zeros(layout.pixel_values)).shape[1]
     except Exception as error:  # a configuration that does not fit its weights fails anywhere in the model's code
         raise UserError(f"{path}: its vision encoder cannot be run: {one_line(error)}") from error
-    checkpoint = dataclasses.replace(checkpoint, image_tokens=tokens)
-    _check_prompt(checkpoint)
-    return checkpoint
-
-
-def _check_prompt(checkpoint: Checkpoint) -> None:
-    """Make a prompt with one image: the processor must leave as many placeholders as the encoder gives tokens."""
-    from PIL import Image
-
-    processor, path, wanted = checkpoint.processor, checkpoint.path, checkpoint.image_tokens
-    content = [{"type": "image"}, {"type": "text", "text": "?"}]
-    try:
-        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        ids = processor(images=[Image.new("RGB", (64, 64))], text=text)["input_ids"][0]
-    except Exception as error:  # templates and processors are the checkpoint's: they can fail in any way
-        raise UserError(f"{path}: its processor makes no prompt with an image: {one_line(error)}") from error
-    if (found := list(ids).count(checkpoint.image_token_id)) != wanted:
+    if given != layout.tokens:
         raise UserError(
-            f"{path}: its prompts have {found} image tokens (id {checkpoint.image_token_id}) an image, its vision "
-            f"encoder gives {wanted}: image token, chat template or patch size of the processor do not fit the model"
+            f"{path}: its prompts have {layout.tokens} image tokens (id {image_token_id}) an image, its vision encoder "
+            f"gives {given}: {DO_NOT_FIT}"
         )
 
 

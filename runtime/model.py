@@ -22,6 +22,7 @@ from engines.backend import Session
 from engines.bundle import Bucket, Bundle, Level
 from engines.cuda import Array
 from engines.errors import UserError
+from engines.layout import Layout
 from engines.preprocessor import FILE as PREPROCESSOR
 from engines.preprocessor import ImagePreprocessor
 from engines.tokens import FIRST, TEXT, VISUAL, marked
@@ -85,6 +86,9 @@ class VLM:
         self._table, self._sentence_ends = bundle.embedding(), frozenset(manifest.model.sentence_ends)
         self.prompts = PromptReader(bundle.path, self.model)
         self._preprocessor = ImagePreprocessor.read(bundle.path)
+        shape, tokens = bundle.image_shape(self.level), self.model.image_tokens
+        height, width = shape[2:]
+        self._layout = Layout(f"{height}x{width}", height, width, [*shape], "<image>", tokens)
         self._lines = {later: admit.line(manifest, self.level, later) for later in (False, True)}
         self.monitor = Monitor()
         if isinstance(memory, int):
@@ -184,15 +188,16 @@ class VLM:
 
     def pixels(self, images: Sequence[ImageSource]) -> list[np.ndarray]:
         """As the vision graph takes them."""
-        pixels, taken = [preprocess(image, self._preprocessor) for image in images], self.bundle.image_shape(self.level)
-        if wrong := [each.shape for each in pixels if each.shape != taken]:
+        taken = self._layout.pixel_values
+        pixels = [preprocess(image, self._preprocessor, self._layout) for image in images]
+        if wrong := [each.shape for each in pixels if [*each.shape] != taken]:
             path = self.bundle.file(PREPROCESSOR)
-            raise UserError(f"{path} makes images of {[*wrong[0]]}, the graph takes {[*taken]}: {bundles.REBUILD}")
+            raise UserError(f"{path} makes images of {[*wrong[0]]}, the graph takes {taken}: {bundles.REBUILD}")
         return pixels
 
     def decoding(self, images: Sequence[ImageSource]) -> int:
         """Bytes that decoding the images takes at most; one after another."""
-        return max((decoding_bytes(image, self._preprocessor) for image in images), default=0)
+        return max((decoding_bytes(image, self._preprocessor, self._layout) for image in images), default=0)
 
     def lighter(self, request: Request, steps: int = 1) -> Request | None:
         """The same request up to so many levels lighter; None if none of them takes it, or might end it early."""

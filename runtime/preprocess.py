@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engines.errors import UserError, one_line
+from engines.layout import Layout
 from engines.preprocessor import ImagePreprocessor
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def load_rgb(source: ImageSource) -> np.ndarray:
     raise UserError(f"image must be a path, bytes, a PIL image or an array, got {type(source).__name__}")
 
 
-def decoding_bytes(source: ImageSource, settings: ImagePreprocessor) -> int:
+def decoding_bytes(source: ImageSource, settings: ImagePreprocessor, layout: Layout) -> int:
     """What `preprocess` takes at most beside what it returns; by the image's header, nothing is decoded.
 
     Raises:
@@ -75,7 +76,7 @@ def decoding_bytes(source: ImageSource, settings: ImagePreprocessor) -> int:
         file = BytesIO(source) if isinstance(source, bytes) else _checked(Path(source))
         with opened(file, "the image" if isinstance(source, bytes) else str(source)) as image:
             width, height = image.size
-    new_height, new_width = _resized(height, width, settings.resize) if settings.resize else (0, 0)
+    new_height, new_width = _resized(height, width, settings.resize, layout) if settings.resize else (0, 0)
     return each * height * width + DECODING * new_height * new_width
 
 
@@ -175,15 +176,15 @@ def _not_empty(pixels: np.ndarray) -> np.ndarray:
     return pixels
 
 
-def preprocess(source: ImageSource, settings: ImagePreprocessor) -> np.ndarray:
-    """Load, resize, crop, rescale and normalise one image.
+def preprocess(source: ImageSource, settings: ImagePreprocessor, layout: Layout) -> np.ndarray:
+    """Load one image, bring it to the layout, rescale and normalise it.
 
     Returns:
-        float32 [1, 3, H, W].
+        float32, of the layout's `pixel_values`.
     """
     pixels = load_rgb(source)
     if settings.resize is not None:
-        pixels = _resize(pixels, settings.resize, settings.resample)
+        pixels = _resize(pixels, settings.resize, settings.resample, layout)
     if settings.crop is not None:
         pixels = _crop(pixels, settings.crop["height"], settings.crop["width"])
     scaled = (pixels.astype(np.float64) * settings.rescale).astype(np.float32)
@@ -191,22 +192,23 @@ def preprocess(source: ImageSource, settings: ImagePreprocessor) -> np.ndarray:
     return np.ascontiguousarray(normal.transpose(2, 0, 1)[None])
 
 
-def _resize(pixels: np.ndarray, size: dict[str, int], resample: int) -> np.ndarray:
+def _resize(pixels: np.ndarray, size: dict[str, int], resample: int, layout: Layout) -> np.ndarray:
     from PIL import Image
 
     height, width = pixels.shape[:2]
-    new = _resized(height, width, size)
+    new = _resized(height, width, size, layout)
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and new[0] * new[1] > limit:
         raise UserError(f"image of {width} x {height} pixels is too narrow: it would be resized to {new[1]} x {new[0]}")
     return np.array(Image.fromarray(pixels).resize((new[1], new[0]), Image.Resampling(resample)))
 
 
-def _resized(height: int, width: int, size: dict[str, int]) -> tuple[int, int]:
+def _resized(height: int, width: int, size: dict[str, int], layout: Layout) -> tuple[int, int]:
+    """Where the aspect ratio is not kept, the layout's own size."""
     if edge := size.get("shortest_edge"):
         long = int(edge * max(height, width) / min(height, width))
         return (edge, long) if height <= width else (long, edge)
-    return size["height"], size["width"]
+    return layout.height, layout.width
 
 
 def _crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:

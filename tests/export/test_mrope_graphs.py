@@ -16,9 +16,10 @@ from transformers import DynamicCache
 from calibration.evaluate import Prompt
 from engines.errors import UserError
 from engines.ort import OrtSession
-from export import families
 from export.attention import use_hook
+from export.families import llava
 from export.graphs import Decoder, Extend, Prefill, State
+from export.mrope import mrope_of
 from export.stages.importance.importance import Observation
 from export.stages.tokens import TEXT, VISUAL
 from export.to_onnx import WeightFile, export
@@ -35,7 +36,7 @@ TOLERANCE = 2e-4
 
 @cache
 def decoder(family: str) -> Decoder:
-    found = families._decoder(zoo.model(family))
+    found = llava.decoder(zoo.model(family))
     use_hook(found.language_model)
     return found
 
@@ -260,4 +261,4 @@ def test_a_decoder_with_sliding_windows_is_refused() -> None:
     config = zoo.model("qwen2_vl").config
     config.get_text_config().layer_types = ["full_attention", "sliding_attention"] * 2
     with pytest.raises(UserError, match="sliding windows"):
-        families.mrope_of(config)
+        mrope_of(config)

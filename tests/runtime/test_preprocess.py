@@ -22,6 +22,7 @@ from engines.errors import UserError
 from engines.preprocessor import ImagePreprocessor
 from runtime import preprocess as module
 from runtime.preprocess import UNPACKED, load_rgb, opened, preprocess
+from tests.layouts import made_by
 
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 STEP = 1 / 255 / max(STD)  # one level of an 8-bit channel, after normalisation
@@ -54,7 +55,7 @@ def reference(settings: ImagePreprocessor) -> CLIPImageProcessorPil:
 
 def assert_same(source: Any, theirs: Any, settings: ImagePreprocessor = STRETCH) -> None:
     """Ours of `source` equals theirs of what they make of it, far closer than one 8-bit level."""
-    ours = preprocess(source, settings)
+    ours = preprocess(source, settings, made_by(settings))
     expected = reference(settings)(images=theirs, return_tensors="np")["pixel_values"]
     assert ours.dtype == np.float32
     assert ours.flags.c_contiguous
@@ -169,7 +170,7 @@ def test_fully_transparent_image_is_white() -> None:
 def test_array_is_not_changed() -> None:
     array = pixels(30, 20, 4)
     before = array.copy()
-    preprocess(array, STRETCH)
+    preprocess(array, STRETCH, made_by(STRETCH))
     np.testing.assert_array_equal(array, before)
 
 
@@ -256,7 +257,7 @@ def test_narrow_image_does_not_blow_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pixel by 100,000 with its shorter edge stretched to 2,000 would be 200 gigapixels."""
     settings = ImagePreprocessor({"shortest_edge": 2000}, 3, {"height": 9, "width": 9}, 1 / 255, MEAN, STD)
     with pytest.raises(UserError, match="too narrow"):
-        preprocess(pixels(1, 100_000), settings)
+        preprocess(pixels(1, 100_000), settings, made_by(settings))
 
 
 def test_formats_that_run_programs_are_refused(tmp_path: Path) -> None:

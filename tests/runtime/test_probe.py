@@ -80,6 +80,7 @@ from PIL import Image
 from engines.preprocessor import ImagePreprocessor
 from runtime.memory import settle
 from runtime.preprocess import decoding_bytes, preprocess
+from tests.layouts import made_by
 settings = ImagePreprocessor({"height": 64, "width": 64}, 3, None, 1 / 255, [0.5] * 3, [0.5] * 3)
 status = lambda name: next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(name))
 pixels = np.random.default_rng(0).integers(0, 256, (100, 150, 4), np.uint8).repeat(8, 0).repeat(8, 1)
@@ -91,13 +92,14 @@ for kind, channels in kinds.items():
         Image.fromarray(pixels[..., :channels]).save(file := io.BytesIO(), kind)
         sources.append(file.getvalue())
 del pixels
-preprocess(np.zeros((9, 9, 3), np.uint8), settings)
+layout = made_by(settings)
+preprocess(np.zeros((9, 9, 3), np.uint8), settings, layout)
 for source in sources:
     settle()
     if os.fork() == 0:
         before = status("VmRSS")
-        preprocess(source, settings)
-        print(status("VmHWM") - before, decoding_bytes(source, settings), flush=True)
+        preprocess(source, settings, layout)
+        print(status("VmHWM") - before, decoding_bytes(source, settings, layout), flush=True)
         os._exit(0)
     os.wait()
 """

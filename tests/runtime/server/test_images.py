@@ -14,6 +14,7 @@ from engines.preprocessor import ImagePreprocessor
 from runtime.preprocess import preprocess
 from runtime.server.images import check, region
 from runtime.server.levels import grid
+from tests.layouts import made_by
 
 SIZES = st.integers(60, 200)
 HOW: dict[str, tuple[dict[str, int] | None, dict[str, int] | None]] = {  # resize and crop
@@ -32,7 +33,7 @@ def test_the_region_is_what_the_model_sees(width: int, height: int, kind: str) -
     pixels[..., 0] = (np.arange(width) + 0.5) / width * 250
     pixels[..., 1] = ((np.arange(height) + 0.5) / height * 250)[:, None]
     pixels[..., 2] = 255
-    seen = preprocess(pixels, settings)[0]
+    seen = preprocess(pixels, settings, made_by(settings))[0]
     left, top, wide, high = region(width, height, settings)
     rows, columns = seen.shape[1:]
     for row, column in ((rows // 4, columns // 4), (rows // 2, columns // 2), (3 * rows // 4, 3 * columns // 4)):

@@ -1,0 +1,52 @@
+"""What a picture of one size is in a prompt and to a vision encoder: the checkpoint's own processor tells it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines.errors import UserError, one_line
+from engines.layout import Layout
+
+DO_NOT_FIT = "image token, chat template or patch size of the processor do not fit the model"
+
+
+def adds_special_tokens(processor: Any, rendered: str) -> bool:
+    """Whether the tokenizer adds tokens of its own to a rendered chat: not where the template has begun with `<s>`."""
+    tokenizer = processor.tokenizer
+    begun = tokenizer.bos_token is not None and rendered.startswith(tokenizer.bos_token)
+    return bool(tokenizer("").input_ids) and not begun
+
+
+def layout(path: Path, processor: Any, image_token_id: int, height: int, width: int) -> Layout:
+    """What the processor makes of a prompt with a blank picture of this size.
+
+    Raises:
+        UserError: it makes none, or none that can be put together from a text that stands for the placeholder.
+    """
+    from PIL import Image
+
+    content = [{"type": "image"}, {"type": "text", "text": "?"}]
+    blank = Image.new("RGB", (width, height))
+    try:
+        rendered = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        special = adds_special_tokens(processor, rendered)
+        options = {"add_special_tokens": special, "return_text_replacement_offsets": True}
+        made = processor(images=[blank], text=[rendered], **options)
+        ids = [int(i) for i in made["input_ids"][0]]
+        (replaced,) = made["text_replacement_offsets"][0]
+        pixels = np.asarray(made["pixel_values"])
+        grid = np.asarray(made.get("image_grid_thw", [[]]))[0]
+        expanded = rendered.replace(processor.image_token, replaced["replacement"])
+        own = processor.tokenizer.backend_tokenizer.encode(expanded, add_special_tokens=special).ids
+    except Exception as error:  # templates and processors are the checkpoint's: they can fail in any way
+        raise UserError(f"{path}: its processor makes no prompt with an image: {one_line(error)}") from error
+    if not (tokens := ids.count(image_token_id)):
+        raise UserError(f"{path}: its prompts have 0 image tokens (id {image_token_id}) an image: {DO_NOT_FIT}")
+    if own != ids:
+        raise UserError(f"{path}: its processor does more to a prompt than to put a text in the place of an image")
+    shape = list(pixels.shape)[-4:] if pixels.ndim > 4 else list(pixels.shape)  # of one prompt with one picture
+    text = replaced["replacement"]
+    return Layout(f"{height}x{width}", height, width, shape, text, tokens, [int(n) for n in grid])
