@@ -80,7 +80,8 @@ def prompt_of(checkpoint: Checkpoint, inputs: dict[str, Any]) -> Prompt:
     embeddings, decoder = checkpoint.embedding[ids].clone(), checkpoint.decoder
     if visual.any():
         with torch.no_grad():
-            encoded = [checkpoint.encoder(pixels[None])[0] for pixels in inputs["pixel_values"]]
+            pictures = inputs["pixel_values"].reshape(-1, *checkpoint.layouts[0].pixel_values)
+            encoded = [checkpoint.encoder(pixels)[0] for pixels in pictures]
         embeddings[visual] = torch.cat(encoded)
     images = torch.where(visual, (visual.cumsum(0) - 1) // checkpoint.image_tokens + 1, 0)
     numbers = torch.from_numpy(segments(ids.numpy(), images.numpy(), checkpoint.sentence_ends))

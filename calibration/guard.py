@@ -45,7 +45,7 @@ Progress = Callable[[str], Callable[[], None]]  # takes what is about to be meas
 
 def size_of(checkpoint: Checkpoint, sample: Sample) -> tuple[int, int]:
     """Images and text tokens of a prompt."""
-    ids, images = model_inputs(checkpoint.processor, sample)["input_ids"][0], len(sample.images)
+    ids, images = model_inputs(checkpoint, sample)["input_ids"][0], len(sample.images)
     return images, len(ids) - images * checkpoint.image_tokens
 
 
@@ -152,7 +152,7 @@ class Guard:
         self.known, self.progress = known, progress
         self._prepared: dict[str, Prepared] = {}  # by the settings that matter to it
         self.layers, done = list(range(checkpoint.decoder.num_layers))[-layers:], progress("uncompressed")
-        prompts = [prompt_of(checkpoint, model_inputs(checkpoint.processor, sample)) for sample in held_out]
+        prompts = [prompt_of(checkpoint, model_inputs(checkpoint, sample)) for sample in held_out]
         answers = [self._answer(sample) for sample in held_out]
         longest, most = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True)), checkpoint.max_positions()
         if longest > most:
@@ -188,7 +188,7 @@ class Guard:
         for sample in (*self.held_out[index + 1 :], *self.held_out[:index]):
             if own.images and len(sample.images) == len(own.images) and not {*sample.images} & {*own.images}:
                 swapped = dataclasses.replace(own, images=sample.images)
-                return prompt_of(self.checkpoint, model_inputs(self.checkpoint.processor, swapped))
+                return prompt_of(self.checkpoint, model_inputs(self.checkpoint, swapped))
         return None
 
     def _warnings(self) -> list[str]:

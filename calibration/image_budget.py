@@ -62,7 +62,7 @@ def look(
     perceive = Perceive(checkpoint, dataclasses.replace(recipe, perception=whole, gate=None, fallback=None), later)
     found = []
     for sample in samples:
-        prompt = prompt_of(checkpoint, model_inputs(checkpoint.processor, sample))
+        prompt = prompt_of(checkpoint, model_inputs(checkpoint, sample))
         images = []
         if (prompt.kinds == VISUAL).any():
             features, order = perceive.order(prompt)
@@ -185,10 +185,12 @@ def kept(
     adaptive = Recipe("fitted", perception=stage, gate=gate).adaptive(tokens)
     if adaptive is None:
         return [[stage.count(tokens)] * len(images) for images in prompts]
-    return [
-        visual_counts(adaptive, tokens, [i.curve for i in images], [i.entropy for i in images], pressure)
-        for images in prompts
-    ]
+
+    def counts(images: Sequence[Image]) -> list[int]:
+        curves, entropies, number = [i.curve for i in images], [i.entropy for i in images], len(images)
+        return visual_counts([adaptive] * number, [tokens] * number, curves, entropies, pressure)
+
+    return [counts(images) for images in prompts]
 
 
 def fragment(stage: Methods, gate: Gate | None = None) -> str:

@@ -32,7 +32,7 @@ Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), both of the sha
 
 def answered(checkpoint: Checkpoint, sample: Sample) -> tuple[Prompt, int]:
     """The prompt with its answer behind it, and how many tokens the answer has."""
-    prompt = prompt_of(checkpoint, model_inputs(checkpoint.processor, sample))
+    prompt = prompt_of(checkpoint, model_inputs(checkpoint, sample))
     if sample.answer:
         ids = checkpoint.processor.tokenizer(sample.answer, add_special_tokens=False)["input_ids"]
         rest = checkpoint.embedding[ids]

@@ -49,9 +49,7 @@ def measured(found: AttentionMap, **knobs: Any) -> Density:
 
 def tokens(checkpoint: Checkpoint, samples: Sequence[Sample]) -> NDArray[np.int64]:
     """Text and visual tokens of each sample's prompt, [samples, kinds]."""
-    prompts = [
-        model_inputs(checkpoint.processor, sample)["input_ids"] == checkpoint.image_token_id for sample in samples
-    ]
+    prompts = [model_inputs(checkpoint, sample)["input_ids"] == checkpoint.image_token_id for sample in samples]
     return np.array([[int((~visual).sum()), int(visual.sum())] for visual in prompts])
 
 

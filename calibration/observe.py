@@ -76,7 +76,7 @@ def run(
     """
     tokens = 0
     for number, sample in enumerate(samples):
-        prompt = prompt_of(checkpoint, model_inputs(checkpoint.processor, sample))
+        prompt = prompt_of(checkpoint, model_inputs(checkpoint, sample))
         start = number * max(reach - len(prompt), 0) // max(len(samples) - 1, 1)
         prompt = replace(prompt, positions=prompt.positions + start, position_ids=prompt.position_ids + start)
         forward(checkpoint.decoder, prompt, _masked(attention, masks(checkpoint.decoder, prompt)))

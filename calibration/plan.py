@@ -183,7 +183,7 @@ class Planner:
         with torch.device("meta"):
             shapes = [(heads, decoder.head_dim) for heads in decoder.kv_heads]
             known = [KeyStatistics(*[torch.zeros(s)] * 5, *[torch.zeros(s)[:, None]] * 2) for s in shapes]
-            vision = run(Vision(self.checkpoint.encoder, recipe, *self.checkpoint.pixel_size, decoder))
+            vision = run(Vision(self.checkpoint.encoder, recipe, self.checkpoint.layouts[0], decoder))
             prefill, decode = run(Prefill(state, known)), Decode(state, known)
             compact = run(Compact(state, known)).flops if state.compacts else 0
             kv_read = moved(state, decode)

@@ -95,7 +95,7 @@ def measure(
     losses, tokens = np.zeros(len(choices)), 0
     for sample in samples:
         if sample.images or not later:
-            known = read(checkpoint, recipe, prompt_of(checkpoint, model_inputs(checkpoint.processor, sample)), later)
+            known = read(checkpoint, recipe, prompt_of(checkpoint, model_inputs(checkpoint, sample)), later)
             for i, choice in enumerate(choices):
                 cache = [choice[layer](whole) if layer in choice else whole for layer, whole in enumerate(known.cache)]
                 losses[i] += divergence(checkpoint.decoder, cache, known)

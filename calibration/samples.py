@@ -9,12 +9,15 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from engines.bundle import sha256
 from engines.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from export.checkpoint import Checkpoint
 
 FILE = "samples.jsonl"
 SHOWN = 160  # characters of a prompt or a file's name in a message
@@ -155,15 +158,15 @@ def _shown(sample: Sample) -> set[str]:
     return {sha256(path) for path in sample.images} or {sample.prompt}
 
 
-def model_inputs(processor: Any, sample: Sample) -> dict[str, Any]:
-    """The Hugging Face processor's tensors for one sample as a user message, batch 1.
+def model_inputs(checkpoint: Checkpoint, sample: Sample) -> dict[str, Any]:
+    """The Hugging Face processor's tensors for one sample as a user message, batch 1; images have the first layout.
 
     Raises:
         UserError: an image is damaged, or the processor refuses the prompt.
     """
-    images = [_image(path) for path in sample.images]
+    images = [checkpoint.brought(opened(path)) for path in sample.images]
     try:
-        return processed(processor, sample.prompt, images)
+        return processed(checkpoint.processor, sample.prompt, images)
     except Exception as error:  # for example an image token in the prompt's text
         raise UserError(f"sample {shortened(sample.prompt)!r} makes no prompt: {one_line(error)}") from error
 
@@ -175,7 +178,12 @@ def processed(processor: Any, question: str, images: Sequence[Image.Image]) -> d
     return dict(processor(images=list(images) or None, text=text, return_tensors="pt"))
 
 
-def _image(path: Path) -> Image.Image:
+def opened(path: Path) -> Image.Image:
+    """An image as RGB.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd tags and the like, about an image that is fine

@@ -60,7 +60,7 @@ def measure(
     losses = []
     for sample in samples:
         if sample.images or not later:
-            known = read(checkpoint, recipe, prompt_of(checkpoint, model_inputs(checkpoint.processor, sample)), later)
+            known = read(checkpoint, recipe, prompt_of(checkpoint, model_inputs(checkpoint, sample)), later)
             losses.append(losses_of(checkpoint.decoder, recipe, known, ratios))
         progress()
     if not losses:

@@ -59,7 +59,7 @@ def guarded_weights(
     guard = Guard(checkpoint, known, others, progress=lambda what: task(f"guard: {what}", len(others)))
     guard.checkpoint = checkpoint = checkpoint.quantized(weights)
     for reference in guard.references:  # their embeddings are stored too
-        reference.prompt = prompt_of(checkpoint, model_inputs(checkpoint.processor, reference.sample))
+        reference.prompt = prompt_of(checkpoint, model_inputs(checkpoint, reference.sample))
     verdict = guard.judge(dataclasses.replace(guard.whole, name=f"{weights.dtype}-weights", guard=Limits()))
     if not (verdict.holds or way == WARN):
         raise UserError(

@@ -28,9 +28,11 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from engines.artifacts import Graph, Library, Plan, TensorSpec
 from engines.config import parse, parse_json
 from engines.errors import UserError, one_line
 from engines.gate import Adaptive
+from engines.layout import Layout
 from engines.manifest import (
     FORMAT,
     VERSION,
@@ -38,20 +40,17 @@ from engines.manifest import (
     Bucket,
     Embedding,
     File,
-    Graph,
     Level,
-    Library,
     Manifest,
     Model,
-    Plan,
     Shortened,
-    TensorSpec,
+    View,
 )
 from engines.weights import StoredWeights, Table
 
 __all__ = [
-    "Adaptive", "Bucket", "Bundle", "Embedding", "Graph", "Level", "Library", "Manifest", "Model", "Plan", "Shortened",
-    "StoredWeights", "TensorSpec", "read", "seal", "sha256", "writing",
+    "Adaptive", "Bucket", "Bundle", "Embedding", "Graph", "Layout", "Level", "Library", "Manifest", "Model", "Plan",
+    "Shortened", "StoredWeights", "TensorSpec", "View", "read", "seal", "sha256", "writing",
 ]  # fmt: skip
 
 MIB = 2**20
@@ -84,18 +83,6 @@ class Bundle:
         codes = np.memmap(file, np.uint8, "r", table.offset, (rows, table.blocks, table.group))
         scales = np.memmap(file, np.float32, "r", table.scales, (rows, table.blocks))
         return Table(codes, scales, 8, width)
-
-    def image_shape(self, level: str) -> tuple[int, ...]:
-        """Of an image as a level's vision graph takes it, [1, 3, H, W].
-
-        Raises:
-            UserError: it takes none.
-        """
-        graph = self.manifest.graphs[self.manifest.levels[level].vision]
-        shape = next((tuple(spec.shape) for spec in graph.inputs if spec.name == "pixel_values"), ())
-        if len(shape) != 4:
-            raise UserError(f"{self.file(graph.file)} takes no images: {REBUILD} --out {self.path}")
-        return shape
 
 
 def sha256(path: Path) -> str:

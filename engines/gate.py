@@ -128,3 +128,8 @@ class Adaptive:
             raise ValueError(f"coverage must be in (0, 1], got {self.coverage}")
         if self.quota is not None and not 0 < self.quota <= 1:
             raise ValueError(f"quota must be in (0, 1], got {self.quota}")
+
+    @property
+    def rule(self) -> tuple[float, float | None, Gate | None, Fallback | None]:
+        """What is the same for images of every size."""
+        return self.coverage, self.quota, self.gate, self.fallback

@@ -5,6 +5,8 @@ Standard library only: export writes it, the runtime reads it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -38,3 +40,17 @@ class Layout:
             raise ValueError(f"layout {self.name} has pixel_values of the shape {self.pixel_values}")
         if len(self.grid) not in (0, 3) or min(self.grid, default=1) < 1:
             raise ValueError(f"layout {self.name} has a grid of {self.grid}, and needs [time, height, width] or none")
+
+
+def choose_layout(height: int, width: int, layouts: Sequence[Layout]) -> Layout:
+    """The layout nearest to a picture in aspect ratio and area: its own size, if that is one of them.
+
+    Near is by logarithms: half is as far as twice. The aspect ratio counts twice, since a picture that is stretched
+    looks wrong, and one that is shrunk does not.
+    """
+
+    def distance(layout: Layout) -> float:
+        tall, broad = math.log(height / layout.height), math.log(width / layout.width)
+        return 2 * abs(tall - broad) + abs(tall + broad)
+
+    return min(layouts, key=distance)

@@ -5,97 +5,22 @@ numpy and the standard library only: export writes it, the runtime reads it.
 
 from __future__ import annotations
 
-import math
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
 
+from engines.artifacts import Graph, Library, Plan
 from engines.gate import Adaptive
 from engines.guard import Guarded
+from engines.layout import Layout
 from engines.weights import Embedding, StoredWeights
 
 FORMAT = "unicache-edge"
-VERSION = 4
+VERSION = 5
 WEIGHTS = "weights.bin"
-DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, numpy dtype and static shape of a graph's input or output."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-
-    def __post_init__(self) -> None:
-        _check_tensor(f"tensor {self.name}", self.dtype, self.shape, DTYPES)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-
-@dataclass(frozen=True)
-class Graph:
-    """One static-shape ONNX graph of the bundle.
-
-    Attributes:
-        operators: of domain `unicache`, and how many nodes of each.
-    """
-
-    kind: Literal["vision", "prefill", "decode", "extend", "compact"]
-    file: str
-    inputs: list[TensorSpec]
-    outputs: list[TensorSpec]
-    operators: dict[str, int] = field(default_factory=dict)
-
-    def expect(self, **shapes: list[int]) -> None:
-        """Raise a `ValueError` unless these inputs or outputs are there with these shapes."""
-        known = {spec.name: spec.shape for spec in (*self.inputs, *self.outputs)}
-        for name, shape in shapes.items():
-            if known.get(name) != shape:
-                raise ValueError(f"{self.file}: {name} should be {shape}, and is {known.get(name, 'missing')}")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A TensorRT plan of one graph.
-
-    Attributes:
-        plugins: operators that run as plugin layers, and how many; the others run as their function bodies.
-    """
-
-    graph: str
-    file: str
-    backend: str
-    version: str
-    compute_capabilities: list[str]
-    plugins: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Library:
-    """Kernels of the operators that the bundle ships. Never loaded from there: see `engines.plugins.store`.
-
-    Attributes:
-        file: `libunicache_ort.so` for ONNX Runtime on a CPU, `libunicache_trt.so` for TensorRT.
-        platform: system and machine that it was compiled for, for example `linux-aarch64`.
-        architectures: instruction sets, or compute capabilities.
-        operators: whose kernels it holds.
-    """
-
-    file: str
-    platform: str
-    architectures: list[str]
-    operators: list[str]
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"libunicache_[a-z]+\.so", self.file):
-            raise ValueError(f"{self.file!r} is no name of a library")
 
 
 @dataclass(frozen=True)
@@ -157,6 +82,26 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class View:
+    """How a level sees a picture of one layout.
+
+    Attributes:
+        vision: name of the vision graph.
+        tokens: visual tokens that it returns.
+        adaptive: how many of them a request takes; None: all.
+    """
+
+    vision: str
+    tokens: int
+    adaptive: Adaptive | None = None
+
+    @property
+    def least(self) -> int:
+        """Tokens that a prompt must have room for."""
+        return self.adaptive.floor if self.adaptive and self.adaptive.quota is not None else self.tokens
+
+
+@dataclass(frozen=True)
 class Level:
     """One compression level: a recipe made static.
 
@@ -164,10 +109,8 @@ class Level:
         recipe: the recipe's settings, as read from its TOML file.
         kv_heads: KV heads that each layer caches; the model's, or fewer where heads were merged.
         max_positions: tokens of prompt and answer together, at most.
-        visual_tokens: tokens that the vision graph returns of every image.
-        vision: name of the vision graph.
+        views: of each layout, by its name.
         buckets: shortest first.
-        adaptive: how many of the returned tokens a request takes; None: all.
         unknown: name of the level that takes this one's place while the question is not known; None is this one.
         guard: what it costs on held-out samples.
     """
@@ -175,18 +118,14 @@ class Level:
     recipe: dict[str, Any]
     kv_heads: list[int]
     max_positions: int
-    visual_tokens: int
-    vision: str
+    views: dict[str, View]
     buckets: list[Bucket]
-    adaptive: Adaptive | None = None
     unknown: str | None = None
     guard: Guarded = field(default_factory=lambda: Guarded(note="not guarded"))
 
-    @property
-    def least_visual_tokens(self) -> int:
-        """Tokens of an image that a prompt must have room for."""
-        shared = self.adaptive if self.adaptive and self.adaptive.quota is not None else None
-        return shared.floor if shared else self.visual_tokens
+    def seen(self, layouts: Sequence[Layout]) -> list[View]:
+        """How it sees pictures of these layouts."""
+        return [self.views[layout.name] for layout in layouts]
 
 
 @dataclass(frozen=True)
@@ -195,6 +134,8 @@ class Model:
 
     Attributes:
         kv_heads: KV heads of each layer.
+        placeholder: what a chat template writes for a picture, and the text of its layout takes the place of.
+        layouts: what pictures are brought to, the first where nothing tells which; none: the model takes no pictures.
         sentence_ends: ids of the tokens that end a sentence, as `engines.tokens` finds them in the vocabulary.
         block: within what tokens look both ways, each image or the whole prompt: prefill must read it at once.
     """
@@ -206,7 +147,8 @@ class Model:
     hidden_size: int
     vocab_size: int
     image_token_id: int
-    image_tokens: int
+    placeholder: str
+    layouts: list[Layout]
     bos_token_id: int | None
     eos_token_ids: list[int]
     embedding: Embedding
@@ -214,12 +156,16 @@ class Model:
     block: Literal["image", "prompt"] | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("num_heads", "head_dim", "hidden_size", "vocab_size", "image_tokens")
+        sizes = ("num_heads", "head_dim", "hidden_size", "vocab_size")
         if wrong := [name for name in sizes if getattr(self, name) < 1]:
             raise ValueError(f"{wrong[0]} must be at least 1, got {getattr(self, wrong[0])}")
         _check_heads(self.kv_heads)
         if not 0 <= self.image_token_id < self.vocab_size:
             raise ValueError(f"image token {self.image_token_id} is outside the vocabulary of {self.vocab_size}")
+        if len({layout.name for layout in self.layouts}) < len(self.layouts):
+            raise ValueError(f"two layouts have one name: {', '.join(layout.name for layout in self.layouts)}")
+        if self.layouts and not self.placeholder:
+            raise ValueError("placeholder is empty: no text would stand for a picture")
         if self.embedding.shape != [self.vocab_size, self.hidden_size]:
             raise ValueError(f"embedding {self.embedding.shape} is not [{self.vocab_size}, {self.hidden_size}]")
 
@@ -294,12 +240,7 @@ class Manifest:
                 raise ValueError(f"level {name!r} has no buckets")
             if level.unknown is not None and level.unknown not in self.levels:
                 raise ValueError(f"level {name!r} names {level.unknown!r} for unknown questions, which is no level")
-            kept, vision = level.visual_tokens, self._graph(level.vision, "vision")
-            vision.expect(visual_tokens=[1, kept, self.model.hidden_size], kept=[1, kept])
-            if level.adaptive:
-                vision.expect(order=[1, kept], coverage=[1, kept], entropy=[1])
-                if level.adaptive.counts[-1] != kept:
-                    raise ValueError(f"counts {level.adaptive.counts} of level {name!r} do not end at {kept}")
+            self._check_views(name, level.views)
             _check_heads(level.kv_heads)
             if level.max_positions < 1:
                 raise ValueError(f"level {name!r} has no positions")
@@ -321,6 +262,24 @@ class Manifest:
                 raise ValueError(f"file {name!r} has no hash")
         if self.model.embedding.end > self.files[WEIGHTS].bytes:
             raise ValueError(f"the embedding table ends at {self.model.embedding.end}, behind the end of {WEIGHTS}")
+
+    def _check_views(self, level: str, views: dict[str, View]) -> None:
+        """Every layout is seen, and what is asked about one image is asked about all."""
+        layouts = {layout.name: layout for layout in self.model.layouts}
+        if views.keys() != layouts.keys():
+            raise ValueError(f"level {level!r} sees {', '.join(views) or 'nothing'}, not {', '.join(layouts)}")
+        for name, view in views.items():
+            kept, vision, adaptive = view.tokens, self._graph(view.vision, "vision"), view.adaptive
+            if not 1 <= kept <= layouts[name].tokens:
+                raise ValueError(f"level {level!r} keeps {kept} of the {layouts[name].tokens} tokens of {name}")
+            vision.expect(pixel_values=layouts[name].pixel_values)
+            vision.expect(visual_tokens=[1, kept, self.model.hidden_size], kept=[1, kept])
+            if adaptive:
+                vision.expect(order=[1, kept], coverage=[1, kept], entropy=[1])
+                if adaptive.counts[-1] != kept:
+                    raise ValueError(f"counts {adaptive.counts} of level {level!r} do not end at {kept}")
+        if len({view.adaptive and view.adaptive.rule for view in views.values()}) > 1:
+            raise ValueError(f"level {level!r} decides by other rules for one layout than for another")
 
     def _check_bucket(self, bucket: Bucket, heads: int) -> None:
         """The graphs fit the model and each other: what prefill returns is what the others take."""
@@ -361,13 +320,6 @@ class Manifest:
 def _check_heads(kv_heads: list[int]) -> None:
     if not kv_heads or min(kv_heads) < 1:
         raise ValueError(f"every layer needs at least one KV head, got {kv_heads}")
-
-
-def _check_tensor(what: str, dtype: str, shape: list[int], dtypes: tuple[str, ...]) -> None:
-    if dtype not in dtypes:
-        raise ValueError(f"{what} has dtype {dtype!r}, which is none of {', '.join(dtypes)}")
-    if any(size < 0 for size in shape):
-        raise ValueError(f"{what} has a negative dimension: {shape}")
 
 
 def _is_inside(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engines.errors import UserError
+from engines.layout import Layout
 from export.checkpoint import Checkpoint
 from export.graphs import State
 from export.recipe import Recipe
@@ -11,30 +12,41 @@ from export.stages.perception import Attention
 ROUND = 16  # bucket lengths are multiples of this
 
 
-def text_tokens(checkpoint: Checkpoint, images: int, question: int, turns: int = 1, answer: int = 0) -> int:
-    """Text tokens of a chat: what the template writes around it, its questions, and the answers between them.
+def text_tokens(
+    checkpoint: Checkpoint, images: int, question: int, turns: int = 1, answer: int = 0, layout: Layout | None = None
+) -> int:
+    """Text tokens of a chat: what is written around and in its images, its questions, and the answers between them.
 
     Args:
         images: all in the first turn.
         question, answer: tokens of each.
+        layout: of the images; by default the first.
     """
+    layout = layout or next(iter(checkpoint.layouts), None)
     said = [{"type": "text", "text": ""}]
     first = {"role": "user", "content": [*[{"type": "image"}] * images, *said]}
     later = [{"role": "assistant", "content": said}, {"role": "user", "content": said}]
     processor, messages = checkpoint.processor, [first, *later * (turns - 1)]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    if layout:
+        text = text.replace(checkpoint.placeholder, layout.text)
     template = processor.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    return len(template) - images + turns * question + (turns - 1) * answer
+    visual = images * layout.tokens if layout else 0
+    return len(template) - visual + turns * question + (turns - 1) * answer
 
 
-def bucket_length(checkpoint: Checkpoint, recipe: Recipe, images: int, text: int) -> int:
+def bucket_length(checkpoint: Checkpoint, recipe: Recipe, images: int, text: int, layout: Layout | None = None) -> int:
     """Rows of the bucket for a prompt of so many images, pruned as the recipe wants it, and text tokens.
+
+    Args:
+        layout: of the images; by default the first.
 
     Raises:
         UserError: shortened inside the model, the prompt has no room for its text.
     """
     perception = recipe.perception
-    tokens = text + images * perception.count(checkpoint.image_tokens, perception.quota)
+    each = layout.tokens if layout else checkpoint.image_tokens
+    tokens = text + images * perception.count(each, perception.quota)
     length = -(-tokens // ROUND) * ROUND
     short = State(checkpoint.decoder, recipe, length).shortened
     if short and not short.fits(tokens, text):

@@ -21,8 +21,9 @@ if not __package__:  # run as a script, Python puts export/ first; `export` must
     sys.path[0] = str(ROOT)
 
 from engines import bundle  # noqa: E402
-from engines.errors import Parser, UserError, command, positive  # noqa: E402
+from engines.errors import UserError, command  # noqa: E402
 from engines.plans import describe  # noqa: E402
+from export.arguments import DEFAULT_IMAGES, DEFAULT_RECIPES, DEMO, arguments  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,122 +37,10 @@ if TYPE_CHECKING:
     from export.kernels import Kernels
     from export.recipe import Recipe
 
-DEMO = ROOT / "models" / "demo-vlm"
-DEFAULT_RECIPES = ("off", "balanced", "extreme")
-DEFAULT_IMAGES = (1, 4, 8)
-
-
-def arguments() -> argparse.ArgumentParser:
-    presets = ", ".join(sorted(p.stem for p in (ROOT / "export" / "recipes").glob("*.toml")))
-    parser = Parser(prog="export/build.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "checkpoint",
-        nargs="?",
-        type=Path,
-        default=DEMO,
-        help="Hugging Face checkpoint folder (default: the demo model)",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="the bundle's folder; a bundle that is there is replaced (default: build/NAME)"
-    )
-    parser.add_argument(
-        "--recipe",
-        action="append",
-        metavar="NAME|FILE",
-        help=f"a compression level: {presets}, or a .toml file; repeat for several levels in one bundle, lightest "
-        f"first (default: {', '.join(DEFAULT_RECIPES)}). CHECKPOINT/recipes/NAME.toml is taken before a preset",
-    )
-    parser.add_argument(
-        "--level", help="level used when the caller names none (default: balanced if it is there, else the first)"
-    )
-    parser.add_argument(
-        "--backend",
-        action="append",
-        choices=("ort", "trt-rtx", "trt"),
-        help="ort: ONNX Runtime; trt-rtx: plans by TensorRT-RTX, built without a GPU; trt: plans by TensorRT on this "
-        "device; repeat for several (default: ort, which every bundle has)",
-    )
-    parser.add_argument(
-        "--weights",
-        choices=("float32", "float16", "int8", "int4"),
-        default="float32",
-        help="how the decoder's weights are stored, for all levels: int8 and int4 are whole numbers with a scale for "
-        "every --group of them, computed with as such by ONNX Runtime; the head and the embedding table are int8 then. "
-        "float16 holds the vision encoder's too, and TensorRT computes in it (default: float32)",
-    )
-    parser.add_argument(
-        "--group",
-        type=int,
-        choices=(32, 64, 128),
-        help="weights of a row that share a scale: more of them are smaller, fewer are more accurate (default: 32 with "
-        "int4, 128 with int8)",
-    )
-    parser.add_argument(
-        "--kernels",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="compiled kernels of the operators, for ONNX Runtime (a C++ compiler) and, as plugins, for TensorRT "
-        "(nvcc): auto ships what can be compiled here, always insists, never leaves all to the graphs' own function "
-        "bodies (default: auto)",
-    )
-    parser.add_argument(
-        "--images",
-        type=positive,
-        nargs="+",
-        metavar="N",
-        help="images per prompt to make a bucket for (default: those of 1 4 8 that fit the model's positions)",
-    )
-    parser.add_argument(
-        "--text-tokens",
-        type=positive,
-        default=24,
-        metavar="T",
-        help="tokens of question to leave room for (default: 24)",
-    )
-    parser.add_argument(
-        "--buckets",
-        type=positive,
-        nargs="+",
-        metavar="S",
-        help="prompt lengths to build for, after visual-token pruning, instead of --images and --text-tokens",
-    )
-    parser.add_argument(
-        "--samples",
-        type=Path,
-        help="folder with samples.jsonl and its images, to calibrate quantization with, but for a quarter that levels "
-        "are judged by (default: CHECKPOINT/samples)",
-    )
-    parser.add_argument("--held-out", metavar="DIR", help="judge by these samples, calibrate with all of --samples")
-    parser.add_argument(
-        "--guard",
-        choices=("auto", "lighten", "refuse", "warn", "off"),
-        default="auto",
-        help="what becomes of a level that costs more on held-out samples than its recipe's [guard] allows: lighten "
-        "keeps more tokens and bits until it holds, and tells what; refuse ends the build; warn builds it as it is; "
-        "off does not look. auto lightens recipes called by name and refuses .toml files (default: auto)",
-    )
-    parser.add_argument(
-        "--batch", type=positive, default=1, metavar="B", help="requests that are decoded at once, at most (default: 1)"
-    )
-    parser.add_argument(
-        "--jobs",
-        type=positive,
-        metavar="N",
-        help="graphs exported side by side (default: one a core; 1 for a large model)",
-    )
-    parser.add_argument(
-        "--no-report",
-        dest="report",
-        action="store_false",
-        help="leave report.html out: what the model looks at, what each level keeps of it and what that costs",
-    )
-    parser.add_argument("--verbose", action="store_true", help="also print every graph's size, time and largest error")
-    return parser
-
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    args = arguments().parse_args(argv)
+    args = arguments(__doc__ or "").parse_args(argv)
     out = args.out or Path("build") / args.checkpoint.resolve().name
     if args.out is None and args.checkpoint == DEMO:
         out = ROOT / "build" / DEMO.name
@@ -185,7 +74,7 @@ def build(args: argparse.Namespace, folder: Path) -> None:
 
     if args.group and args.weights not in GROUPS:
         raise UserError(f"--group {args.group} is of --weights {' or '.join(GROUPS)}: give one of them too")
-    checkpoint = checkpoints.load(args.checkpoint)
+    checkpoint = checkpoints.load(args.checkpoint, sizes=args.image_sizes)
     _sizes(args, checkpoint, levels)
     console.print(_describe(checkpoint))
     checkpoint, stored = _quantized(args, checkpoint, console)
@@ -279,7 +168,8 @@ def _describe(checkpoint: Checkpoint) -> str:
     heads = "/".join(map(str, dict.fromkeys(d.kv_heads)))
     return (
         f"{checkpoint.model_type} {checkpoint.path.name}: {parameters(checkpoint) / 1e6:.1f} M parameters, "
-        f"{d.num_layers} layers, {heads} KV heads of {d.head_dim}, {checkpoint.image_tokens} tokens an image"
+        f"{d.num_layers} layers, {heads} KV heads of {d.head_dim}; "
+        + (", ".join(f"images of {each.name} are {each.tokens} tokens" for each in checkpoint.layouts) or "no images")
     )
 
 
@@ -345,10 +235,10 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
         if too_long := [s for s in lengths if not 1 <= s <= limit]:
             raise UserError(f"--buckets {too_long[0]}: the model has positions 1 to {limit}")
         return sorted(set(lengths))
-    lengths = []
+    lengths, largest = [], max(checkpoint.layouts, key=lambda layout: layout.tokens, default=None)
     for images in args.images or DEFAULT_IMAGES:
-        text = text_tokens(checkpoint, images, args.text_tokens)
-        lengths.append(bucket_length(checkpoint, recipe, images, text))
+        text = text_tokens(checkpoint, images, args.text_tokens, layout=largest)
+        lengths.append(bucket_length(checkpoint, recipe, images, text, largest))
         if lengths[-1] > limit and (args.images or images == 1):
             raise UserError(
                 f"a prompt of {images} image{'s' * (images > 1)} and --text-tokens {args.text_tokens} takes "
@@ -368,7 +258,8 @@ def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
         hidden_size=checkpoint.decoder.hidden_size,
         vocab_size=text.vocab_size,
         image_token_id=checkpoint.image_token_id,
-        image_tokens=checkpoint.image_tokens,
+        placeholder=checkpoint.placeholder,
+        layouts=checkpoint.layouts,
         bos_token_id=text.bos_token_id,
         eos_token_ids=[int(e) for e in (ends if isinstance(ends, list) else [ends]) if e is not None],
         embedding=embedding,
@@ -381,12 +272,15 @@ def _write_processor(checkpoint: Checkpoint, folder: Path) -> None:
     """Tokenizer, template and image settings in the forms that the lean runtime reads."""
     import json
 
+    from export.layouts import adds_special_tokens
+
     tokenizer = checkpoint.processor.tokenizer
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(checkpoint.processor.chat_template or tokenizer.chat_template)
     tokens = {name: getattr(tokenizer, name, None) for name in ("bos_token", "eos_token", "pad_token")}
     image = tokenizer.convert_ids_to_tokens(checkpoint.image_token_id)
-    special = bool(tokenizer("").input_ids)
+    begun = checkpoint.processor.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": "?"}]}])
+    special = adds_special_tokens(checkpoint.processor, begun)
     prompt = {**tokens, "image_token": image, "add_special_tokens": special}
     (folder / "prompt.json").write_text(json.dumps(prompt, indent=1))
     checkpoint.preprocessor.write(folder)

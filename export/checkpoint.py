@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,9 +23,12 @@ from export.attention import use_hook
 from export.compat import check_transformers
 from export.families import FAMILIES
 from export.graphs import Decoder
-from export.layouts import DO_NOT_FIT, layout
+from export.layouts import DO_NOT_FIT, layout, sizes_of
 from export.preprocessors import load_processor
 from export.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Checkpoint:
     """A loaded model with its processor, and what the exporter needs to know of it.
 
     Attributes:
+        placeholder: what the chat template writes for a picture.
         layouts: what pictures are brought to; the first one is what calibration works with.
         encoders: of each layout, by its name: from its `pixel_values` to its visual tokens.
     """
@@ -44,6 +48,7 @@ class Checkpoint:
     decoder: Decoder
     preprocessor: ImagePreprocessor
     image_token_id: int
+    placeholder: str
     layouts: list[Layout]
     encoders: dict[str, nn.Module]
     weights: Weights = dataclasses.field(default_factory=Weights)
@@ -91,6 +96,13 @@ class Checkpoint:
         """Height and width of the pictures of the first layout."""
         return self.layouts[0].height, self.layouts[0].width
 
+    def brought(self, image: Image) -> Image:
+        """A picture at the size of the first layout, where the processor would make several sizes."""
+        if not self.layouts or self.preprocessor.fixed_size:
+            return image
+        height, width = self.pixel_size
+        return image.resize((width, height), self.preprocessor.resample)
+
     def max_positions(self, scale: float = 1.0) -> int:
         """Longest sequence that the model can read.
 
@@ -100,10 +112,11 @@ class Checkpoint:
         return int(self.text_config.max_position_embeddings * scale)
 
 
-def load(folder: str | Path, weights: bool = True) -> Checkpoint:
+def load(folder: str | Path, weights: bool = True, sizes: Sequence[tuple[int, int]] = ()) -> Checkpoint:
     """Load a checkpoint in float32 for export.
 
     Args:
+        sizes: heights and widths of its layouts, the first that of calibration; none: the processor's own, or 448.
         weights: False leaves them where they are: every parameter has its shape, on PyTorch's `meta` device.
 
     Raises:
@@ -124,14 +137,13 @@ def load(folder: str | Path, weights: bool = True) -> Checkpoint:
         preprocessor = _preprocessor(path, processor.image_processor)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its image processor is not supported: {one_line(error)}") from error
-    if (size := preprocessor.fixed_size) is None:
-        raise UserError(f"{path}: its image processor gives no fixed size; such models are not supported yet")
     image_token_id = model.config.image_token_id
-    layouts = [layout(path, processor, image_token_id, *size)]
+    layouts = [layout(path, processor, image_token_id, *size) for size in sizes_of(path, preprocessor, sizes)]
     encoders = {each.name: family.encoder(model, each).eval() for each in layouts}
     for each in layouts:
         _check_encoder(path, encoders[each.name], each, image_token_id, "cpu" if weights else "meta")
-    return Checkpoint(path, model, processor, model_type, decoder, preprocessor, image_token_id, layouts, encoders)
+    parts = preprocessor, image_token_id, processor.image_token, layouts, encoders
+    return Checkpoint(path, model, processor, model_type, decoder, *parts)
 
 
 def _check_encoder(path: Path, encoder: nn.Module, layout: Layout, image_token_id: int, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,27 @@ import numpy as np
 
 from engines.errors import UserError, one_line
 from engines.layout import Layout
+from engines.preprocessor import ImagePreprocessor
 
+SIDE = 448  # of pictures where the processor takes any size and none is asked for
 DO_NOT_FIT = "image token, chat template or patch size of the processor do not fit the model"
+
+
+def sizes_of(path: Path, preprocessor: ImagePreprocessor, asked: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Heights and widths of the layouts to make.
+
+    Raises:
+        UserError: the checkpoint's processor makes one size of every picture, and another one is asked for.
+    """
+    if (fixed := preprocessor.fixed_size) is None:
+        return list(dict.fromkeys(asked)) or [(SIDE, SIDE)]
+    if other := [size for size in asked if size != fixed]:
+        (height, width), (own_height, own_width) = other[0], fixed
+        raise UserError(
+            f"--image-sizes {height}x{width}: {path} makes {own_height}x{own_width} of every picture, and its vision "
+            "encoder takes no other: leave --image-sizes out"
+        )
+    return [fixed]
 
 
 def adds_special_tokens(processor: Any, rendered: str) -> bool:
@@ -47,6 +67,9 @@ def layout(path: Path, processor: Any, image_token_id: int, height: int, width: 
         raise UserError(f"{path}: its prompts have 0 image tokens (id {image_token_id}) an image: {DO_NOT_FIT}")
     if own != ids:
         raise UserError(f"{path}: its processor does more to a prompt than to put a text in the place of an image")
+    patch = getattr(processor.image_processor, "patch_size", 0)
+    if len(grid) and (taken := (int(grid[1]) * patch, int(grid[2]) * patch)) != (height, width):
+        raise UserError(f"{path}: its processor makes {taken[0]}x{taken[1]} of {height}x{width}: ask for that size")
     shape = list(pixels.shape)[-4:] if pixels.ndim > 4 else list(pixels.shape)  # of one prompt with one picture
     text = replaced["replacement"]
     return Layout(f"{height}x{width}", height, width, shape, text, tokens, [int(n) for n in grid])

@@ -63,7 +63,7 @@ def plan_levels(
         batch: requests that are decoded at once.
     """
     makers: Makers = {}
-    visions: dict[str, str] = {}  # how visual tokens are chosen -> the graph that does it
+    visions: dict[tuple[str, str], str] = {}  # layout, and how visual tokens are chosen -> the graph that does it
 
     def add(name: str, maker: Callable[[], Graph]) -> str:
         makers.setdefault(name, maker)
@@ -71,12 +71,15 @@ def plan_levels(
 
     levels = {}
     for name, recipe in recipes.items():
-        tokens = recipe.perception.count(checkpoint.image_tokens)
-        # Levels that keep all tokens share a graph; so do those that choose the same, named after the first of them.
-        choice, own = str(recipe.settings()["perception"]), f"{name}.vision_{tokens}"
-        chooses = tokens < checkpoint.image_tokens or recipe.perception.adaptive
-        vision = visions.setdefault(choice, own) if chooses else f"vision_{tokens}"
-        add(vision, partial(Vision, checkpoint.encoder, recipe, *checkpoint.pixel_size, checkpoint.decoder))
+        views = {}
+        for layout in checkpoint.layouts:
+            tokens, own = recipe.perception.count(layout.tokens), f"{name}.vision_{layout.name}"
+            # Levels that keep all tokens share a graph; so do those that choose the same, named after the first one.
+            choice = layout.name, str(recipe.settings()["perception"])
+            chooses = tokens < layout.tokens or recipe.perception.adaptive
+            vision = visions.setdefault(choice, own) if chooses else f"vision_{layout.name}"
+            add(vision, partial(Vision, checkpoint.encoders[layout.name], recipe, layout, checkpoint.decoder))
+            views[layout.name] = bundle.View(vision, tokens, recipe.adaptive(layout.tokens))
         decoder, known = prepared[name].decoder, prepared[name].statistics
         sized = []
         for length in buckets[name]:
@@ -99,10 +102,7 @@ def plan_levels(
                 )
             )
         reach = checkpoint.max_positions(recipe.positions.scale)
-        adaptive = recipe.adaptive(checkpoint.image_tokens)
-        levels[name] = bundle.Level(
-            recipe.settings(), decoder.kv_heads, reach, tokens, vision, sized, adaptive, recipe.unknown
-        )
+        levels[name] = bundle.Level(recipe.settings(), decoder.kv_heads, reach, views, sized, recipe.unknown)
     return levels, makers
 
 

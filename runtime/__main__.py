@@ -202,12 +202,15 @@ def _info(arguments: argparse.Namespace) -> None:
     heads = "/".join(map(str, dict.fromkeys(model.kv_heads)))
     print(
         f"{bundle.path}: {model.model_type}, {model.num_layers} layers, {heads} KV heads of "
-        f"{model.head_dim}, {model.image_tokens} tokens an image"
+        f"{model.head_dim}; "
+        + (", ".join(f"images of {each.name} are {each.tokens} tokens" for each in model.layouts) or "no images")
     )
     print(f"weights: {manifest.weights.line(manifest.files[bundles.WEIGHTS].bytes)}")
     for name, level in manifest.levels.items():
         print(f"\nlevel {name}{' (default)' if name == manifest.default_level else ''}: ", end="")
-        kept = f"{'at most ' if level.adaptive else ''}{level.visual_tokens} visual tokens an image kept"
+        views = level.views.items()
+        seen = (f"{'at most ' if own.adaptive else ''}{own.tokens} of an image of {size}" for size, own in views)
+        kept = f"visual tokens kept: {', '.join(seen) or 'none'}"
         merged = f", {sum(level.kv_heads)} of {sum(model.kv_heads)} KV heads"
         later = f"; question later: {level.unknown}" if level.unknown else ""
         print(kept + (merged if level.kv_heads != model.kv_heads else "") + later)

@@ -92,14 +92,16 @@ class Admission:
             UserError: the budget is too small for any request; the message tells the least that would do.
         """
         self.memory, self._manifest, self._lines, self._own = memory, bundle.manifest, lines, own
-        self._image = self._manifest.model.image_token_id
-        one = Request([self._image], [], own(False), MAX_NEW_TOKENS, False, False, GREEDY)
+        model = self._manifest.model
+        shown = model.layouts[:1]
+        ids = [model.image_token_id] * sum(layout.tokens for layout in shown)
+        one = Request(ids or [0], shown, own(False), MAX_NEW_TOKENS, False, False, GREEDY)
         least = FIRST + min(memory.alone(self.need(one, name)) for name in self._from(one))
         if least > memory.budget:
             raise UserError(
-                f"a memory budget of {size(memory.budget)} is too small for {bundle.path}: a question about one image "
-                f"takes {math.ceil(least / MIB)} MiB at its heaviest level, {size(memory.base)} of them this process "
-                f"before any graph is loaded: give at least  {_told(least)}"
+                f"a memory budget of {size(memory.budget)} is too small for {bundle.path}: a question"
+                f"{' about one image' * bool(shown)} takes {math.ceil(least / MIB)} MiB at its heaviest level, "
+                f"{size(memory.base)} of them this process before any graph is loaded: give at least  {_told(least)}"
             )
 
     def need(self, request: Request, name: str, decoding: int = 0) -> Need:
@@ -109,10 +111,9 @@ class Admission:
             decoding: bytes while an image is decoded.
         """
         level, model, costs = self._manifest.levels[name], self._manifest.model, self.memory.costs
-        images = request.ids.count(self._image)
-        text = len(request.ids) - images
-        tokens, context = text + images * level.visual_tokens, request.context
-        graphs: set[str] = {level.vision} if images else set()
+        views, text, context = level.seen(request.layouts), request.text, request.context
+        tokens = text + sum(view.tokens for view in views)
+        graphs = {view.vision for view in views}
         most = 0
         for bucket in [context.bucket] if context else self._buckets(level, tokens, text, request.room):
             used = graphs | {bucket.decode} | ({bucket.prefill} if not context else set())
@@ -127,8 +128,8 @@ class Admission:
             state = 0 if request.keep else self._manifest.state_bytes(bucket)
             most = max(most, state + max(costs[graph].running for graph in used))
             graphs = graphs | used
-        pixels = next(s.nbytes for s in self._manifest.graphs[level.vision].inputs if s.name == "pixel_values")
-        own = 3 * images * pixels + 3 * tokens * model.hidden_size * 4  # blank pixels too; images' embeddings
+        pixels = 4 * sum(math.prod(layout.pixel_values) for layout in request.layouts)
+        own = 3 * pixels + 3 * tokens * model.hidden_size * 4  # blank pixels too; images' embeddings
         own += (
             min(MAPPED * (text + request.max_new_tokens), model.embedding.nbytes)
             + VOCABULARY * model.vocab_size
@@ -151,11 +152,10 @@ class Admission:
         """
         levels = [name for name in self._from(request) if name == request.level or name in others]
         needs = {name: self.need(request, name, decoding) for name in levels}
-        images = request.ids.count(self._image)
-        name, why, reserved = self._choose(needs, images, len(request.ids) - images)
+        name, why, reserved = self._choose(needs, request.visual, request.text)
         return replace(request, level=name, reserved=reserved), why
 
-    def _choose(self, needs: dict[str, Need], images: int, text: int) -> tuple[str, str, Reservation]:
+    def _choose(self, needs: dict[str, Need], visual: int, text: int) -> tuple[str, str, Reservation]:
         """One of the levels, lightest first; why, unless it is the first; and its room."""
         memory, (own, *others) = self.memory, needs
         limit = LOW if memory.heavy else HIGH
@@ -163,7 +163,7 @@ class Admission:
             memory.heavy = False
             return own, "", reserved
         memory.heavy = True
-        rate = COMPLEXITY.rate(images * self._manifest.model.image_tokens, text)
+        rate = COMPLEXITY.rate(visual, text)
         allowed = [name for name in others if self.drops(name) <= rate]
         rest = [name for name in others if name not in allowed]
         tries = [*((name, HIGH) for name in allowed), *((name, 1.0) for name in (*reversed([own, *allowed]), *rest))]
@@ -205,9 +205,8 @@ class Admission:
             OverBudget: there is none, and all stays as it was.
         """
         if held and request.context is None:
-            images = request.ids.count(self._image)
-            text = len(request.ids) - images
-            tokens = text + images * self._manifest.levels[request.level].visual_tokens
+            text, views = request.text, self._manifest.levels[request.level].seen(request.layouts)
+            tokens = text + sum(view.tokens for view in views)
             if not self.memory.change(held, state := self._state(request.level, tokens, text, request.room)):
                 raise self._refusal(state)
         return replace(request, reserved=self.hold(self.need(request, request.level, decoding)))
@@ -239,10 +238,11 @@ class Admission:
 
     def drops(self, name: str) -> float:
         """The share of a full prompt's tokens that a level drops, of its longest bucket and mean layer."""
-        level, model = self._manifest.levels[name], self._manifest.model
+        level, layouts = self._manifest.levels[name], self._manifest.model.layouts
         longest = max(level.buckets, key=lambda bucket: bucket.length)
         kept = sum(longest.capacities) / len(longest.capacities) + longest.recent
-        return 1 - min(kept / longest.length, 1) * level.visual_tokens / model.image_tokens
+        seen, tokens = (sum(each.tokens for each in some) for some in (level.views.values(), layouts))
+        return 1 - min(kept / longest.length, 1) * (seen / tokens if layouts else 1)
 
     def _refusal(self, need: Need) -> OverBudget:
         memory = self.memory
@@ -265,4 +265,5 @@ class Admission:
             longest = choose_bucket(tokens, text, level, room)
         except UserError:  # of all tokens; fewer fit
             longest = max(level.buckets, key=lambda bucket: bucket.length)
-        return [b for b in level.buckets if b.length <= longest.length] if level.adaptive else [longest]
+        adaptive = any(view.adaptive for view in level.views.values())
+        return [b for b in level.buckets if b.length <= longest.length] if adaptive else [longest]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from engines.errors import UserError, one_line
+from runtime.preprocess import measure
 from runtime.session import Session
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Chat:
         print(flush=True)
 
     def _image(self, file: str) -> None:
-        self.vlm.decoding([file])  # a mistake in its header is told here; room to decode it is the question's
+        measure(file)  # a mistake in its header is told here; room to decode it is the question's
         self.images.append(file)
 
     def _save(self, file: str) -> None:

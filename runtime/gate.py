@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from engines.gate import Gate
+from engines.layout import Layout
 from engines.manifest import Level
 from engines.visual_counts import visual_counts
 from runtime.memory import MIB, Memory, resident
@@ -32,35 +33,38 @@ class VisualGate:
         heavy: whether memory pressure was over the gate's `high` and has not been under its `low` since.
     """
 
-    def __init__(self, level: Level, image_tokens: int, memory: Memory | None = None) -> None:
+    def __init__(self, level: Level, memory: Memory | None = None) -> None:
         """
         Args:
-            image_tokens: N, of an image before any is dropped.
             memory: whose budget counts where the level names none.
         """
-        self._level, self._tokens, self._memory, self.heavy = level, image_tokens, memory, False
+        self._level, self._memory, self.heavy = level, memory, False
 
-    def counts(self, seen: Sequence[dict[str, np.ndarray]], text: int) -> list[int]:
+    def counts(self, seen: Sequence[dict[str, np.ndarray]], layouts: Sequence[Layout], text: int) -> list[int]:
         """Tokens of each image.
 
         Args:
             seen: what the vision graph returned of each image.
+            layouts: of each image.
             text: text tokens of the prompt.
         """
-        adaptive = self._level.adaptive
-        if adaptive is None:
-            return [self._level.visual_tokens] * len(seen)
-        pressure = self._pressure(adaptive.gate) if adaptive.gate else 0.0
+        views = self._level.seen(layouts)
+        adaptive = [view.adaptive for view in views if view.adaptive]  # all of one rule, or none
+        if not adaptive:
+            return [view.tokens for view in views]
+        pressure, tokens = self._pressure(adaptive[0].gate), [layout.tokens for layout in layouts]
         curves, entropies = [out["coverage"][0] for out in seen], [float(out["entropy"][0]) for out in seen]
-        return visual_counts(adaptive, self._tokens, curves, entropies, pressure, text, room=self._longest(text) - text)
+        return visual_counts(adaptive, tokens, curves, entropies, pressure, text, room=self._longest(text) - text)
 
     def _longest(self, text: int) -> int:
         """Tokens of the longest prompt that the level takes, `text` of them text."""
         shortened = ((bucket.length, bucket.shortened) for bucket in self._level.buckets)
         return max(s.tokens if s and not s.fits(length, text) else length for length, s in shortened)
 
-    def _pressure(self, gate: Gate) -> float:
-        """Pressure now, and while `heavy` at least `high`."""
+    def _pressure(self, gate: Gate | None) -> float:
+        """Pressure now, and while `heavy` at least `high`; nobody asks for it without a gate."""
+        if gate is None:
+            return 0.0
         own = self._memory if not gate.budget_mib else None
         now = own.in_use() / own.budget if own else memory_pressure(gate.budget_mib)
         self.heavy = now > gate.high or (self.heavy and now >= gate.low)

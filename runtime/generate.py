@@ -18,6 +18,7 @@ from runtime.sampling import Distribution, Logprob, Sampler, Sampling, check_num
 from runtime.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
+    from engines.layout import Layout
     from runtime.memory import Reservation
     from runtime.model import VLM
     from runtime.preprocess import ImageSource
@@ -39,6 +40,7 @@ class Stats:
         reason: why it is that one, if the memory budget decided.
         prompt_tokens: P, before visual tokens were pruned.
         visual_tokens: kept, of all images together; of each one in `visual_tokens_by_image`.
+        layouts: of each image, by name: the size that it was brought to.
         patches: of each image, and of each of its tokens in reading order, the share of all layers' KV heads that hold
             it once the prompt is compressed: 0 where it was pruned or evicted; empty where the level does not tell.
             Tokens that were merged count as the one whose slot it is.
@@ -62,6 +64,7 @@ class Stats:
     kernels: bool = False
     prompt_tokens: int = 0
     images: int = 0
+    layouts: list[str] = field(default_factory=list)
     visual_tokens: int = 0
     visual_tokens_by_image: list[int] = field(default_factory=list)
     patches: list[list[float]] = field(default_factory=list)
@@ -111,6 +114,8 @@ class Request:
     """What is known before any graph runs, and whether the answer is still wanted.
 
     Attributes:
+        layouts: of its images.
+        pixels: of its images, once they are decoded.
         on_restart: None where nothing that was given may be taken back.
         lightened: how many levels lighter `level` is than the request's own.
         keep: takes what the model has read, and will have read, in a session.
@@ -121,12 +126,13 @@ class Request:
     """
 
     ids: list[int]
-    pixels: list[np.ndarray]
+    layouts: list[Layout]
     level: str
     max_new_tokens: int
     ignore_eos: bool
     question_later: bool
     sampling: Sampling
+    pixels: list[np.ndarray] = field(default_factory=list)
     on_restart: Callable[[], object] | None = None
     lightened: int = 0
     keep: Callable[[Context], None] | None = None
@@ -135,6 +141,16 @@ class Request:
     room: int = 0
     reserved: Reservation | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def visual(self) -> int:
+        """Visual tokens, before any is dropped."""
+        return sum(layout.tokens for layout in self.layouts)
+
+    @property
+    def text(self) -> int:
+        """Text tokens."""
+        return len(self.ids) - self.visual
 
     def release(self) -> None:
         """Give back what is reserved for it."""

@@ -22,16 +22,13 @@ from engines.backend import Session
 from engines.bundle import Bucket, Bundle, Level
 from engines.cuda import Array
 from engines.errors import UserError
-from engines.layout import Layout
-from engines.preprocessor import FILE as PREPROCESSOR
-from engines.preprocessor import ImagePreprocessor
 from engines.tokens import FIRST, TEXT, VISUAL, marked
 from runtime import admit, backends
 from runtime.gate import VisualGate
 from runtime.generate import MAX_NEW_TOKENS, Request, Result, Stats, TextStream, check_options
 from runtime.memory import Memory, parse_size
 from runtime.monitor import Monitor
-from runtime.preprocess import decoding_bytes, preprocess
+from runtime.pictures import Pictures
 from runtime.prompt import (
     PromptReader,
     Rows,
@@ -58,6 +55,7 @@ class VLM:
 
     Attributes:
         backend, why: what runs it, and why that.
+        pictures: what it makes of images.
         monitor: watches all answers and counts; set another one to change what follows an alarm.
         admission: keeps the memory budget, if there is one.
     """
@@ -85,10 +83,7 @@ class VLM:
             raise UserError(f"no level {self.level!r} in {bundle.path}: choose {', '.join(manifest.levels)}")
         self._table, self._sentence_ends = bundle.embedding(), frozenset(manifest.model.sentence_ends)
         self.prompts = PromptReader(bundle.path, self.model)
-        self._preprocessor = ImagePreprocessor.read(bundle.path)
-        shape, tokens = bundle.image_shape(self.level), self.model.image_tokens
-        height, width = shape[2:]
-        self._layout = Layout(f"{height}x{width}", height, width, [*shape], "<image>", tokens)
+        self.pictures = Pictures(bundle)
         self._lines = {later: admit.line(manifest, self.level, later) for later in (False, True)}
         self.monitor = Monitor()
         if isinstance(memory, int):
@@ -97,7 +92,7 @@ class VLM:
         self.admission = admit.Admission(bundle, memory, self._lines, self.level_for) if memory else None
         self._sessions: dict[str, Session] = memory.loaded if memory else {}
         self._loading = memory.loading if memory else threading.Lock()
-        self._gates = {name: VisualGate(own, self.model.image_tokens, memory) for name, own in manifest.levels.items()}
+        self._gates = {name: VisualGate(own, memory) for name, own in manifest.levels.items()}
 
     @classmethod
     def open(
@@ -167,15 +162,17 @@ class VLM:
             raise UserError("question_later needs an image to compress before the question")
         own = self.level_for(question_later)
         stats = self.stats(own)
-        ids = self.prompts.ids(prompt, len(images))
-        self._check_length(ids, self.bundle.manifest.levels[own])
-        request = Request(ids, [], own, max_new_tokens, ignore_eos, question_later, sampling, on_restart)
+        layouts = self.pictures.layouts(images)
+        ids = self.prompts.ids(prompt, layouts)
+        rest = max_new_tokens, ignore_eos, question_later, sampling
+        request = Request(ids, layouts, own, *rest, on_restart=on_restart)
+        self._check_length(request, self.bundle.manifest.levels[own])
         request = self.lighter(request, self.monitor.lighter) or request
         if self.admission:
             others = [name for name in self._lines[question_later] if self._at(request, name)]
-            request, stats.reason = self.admission.admit(request, self.decoding(images), others)
+            request, stats.reason = self.admission.admit(request, self.pictures.decoding(images, layouts), others)
         with stats.time("images"):
-            request = replace(request, pixels=self.pixels(images))
+            request = replace(request, pixels=self.pictures.pixels(images, layouts))
         return TextStream(self, request, stats)
 
     def level_for(self, question_later: bool) -> str:
@@ -185,19 +182,6 @@ class VLM:
     def stats(self, level: str) -> Stats:
         """Of a new request."""
         return Stats(level, self.backend, kernels=self._library is not None)
-
-    def pixels(self, images: Sequence[ImageSource]) -> list[np.ndarray]:
-        """As the vision graph takes them."""
-        taken = self._layout.pixel_values
-        pixels = [preprocess(image, self._preprocessor, self._layout) for image in images]
-        if wrong := [each.shape for each in pixels if [*each.shape] != taken]:
-            path = self.bundle.file(PREPROCESSOR)
-            raise UserError(f"{path} makes images of {[*wrong[0]]}, the graph takes {taken}: {bundles.REBUILD}")
-        return pixels
-
-    def decoding(self, images: Sequence[ImageSource]) -> int:
-        """Bytes that decoding the images takes at most; one after another."""
-        return max((decoding_bytes(image, self._preprocessor, self._layout) for image in images), default=0)
 
     def lighter(self, request: Request, steps: int = 1) -> Request | None:
         """The same request up to so many levels lighter; None if none of them takes it, or might end it early."""
@@ -214,25 +198,22 @@ class VLM:
         """The request at another level; None if that does not take it, or might end it early."""
         with contextlib.suppress(UserError):
             level = self.bundle.manifest.levels[name]
-            self._check_length(request.ids, level)
+            self._check_length(request, level)
             asked = self._after_images(request.ids) if request.question_later else []
-            tokens = len(request.ids) + request.ids.count(self.model.image_token_id) * (level.visual_tokens - 1)
+            tokens = request.text + sum(view.tokens for view in level.seen(request.layouts))
             behind = max(len(asked), tokens - max(bucket.length for bucket in level.buckets))
             decoded = behind + request.max_new_tokens - 1
             if all(bucket.compact or decoded <= bucket.window - bucket.recent for bucket in level.buckets):
                 return replace(request, level=name)
         return None
 
-    def _check_length(self, ids: list[int], level: Level) -> None:
+    def _check_length(self, request: Request, level: Level) -> None:
         """Refuse a prompt that is too long for the level."""
-        images = ids.count(self.model.image_token_id)
-        positions = len(ids) + images * (self.model.image_tokens - 1)
-        if positions >= level.max_positions:
+        if len(request.ids) >= level.max_positions:
             most = f"this level has only {level.max_positions} positions: give fewer images or words"
-            raise UserError(f"the prompt has {positions} tokens, and {most}")
-        text = len(ids) - images
-        tokens = text + images * level.least_visual_tokens
-        bucket = choose_bucket(tokens, text, level)
+            raise UserError(f"the prompt has {len(request.ids)} tokens, and {most}")
+        tokens = request.text + sum(view.least for view in level.seen(request.layouts))
+        bucket = choose_bucket(tokens, request.text, level)
         check_blocks([TEXT] * (tokens - bucket.length), self.model.block)
 
     def read(self, request: Request, stats: Stats) -> Generator[None, None, Context]:
@@ -254,8 +235,9 @@ class VLM:
         yield from self._extend(context, rows, visual, split, request, stats)
         context.whole, context.position, context.begins = True, rows.total, True
         if request.pixels and not request.context and (held := state.holders(rows.positions, rows.total)) is not None:
-            images = image_positions(request.ids, self.model.image_token_id, self.model.image_tokens)
-            stats.patches = held[images].round(4).tolist()
+            tokens = [layout.tokens for layout in request.layouts]
+            places = image_positions(request.ids, tokens, self.model.image_token_id)
+            stats.patches = [held[own].round(4).tolist() for own in places]
         return context
 
     def _begin(self, request: Request, rows: Rows, visual: np.ndarray, stats: Stats) -> tuple[Context, int]:
@@ -295,21 +277,22 @@ class VLM:
 
     def _look(self, request: Request, stats: Stats) -> Generator[None, None, tuple[Rows, np.ndarray]]:
         """The prompt's rows, and the embeddings of the visual ones among them, [V, d]."""
-        seen, visual, kept = list[dict[str, np.ndarray]](), [], []
-        for pixels in request.pixels:
+        seen, visual, kept, layouts = list[dict[str, np.ndarray]](), [], [], request.layouts
+        for pixels, view in zip(request.pixels, self.bundle.manifest.levels[request.level].seen(layouts), strict=True):
             if seen:
                 yield
-            vision = self.session(self.bundle.manifest.levels[request.level].vision, stats)
+            vision = self.session(view.vision, stats)
             with stats.time("vision"):
                 seen.append(vision.run({"pixel_values": pixels} | self._question(request, vision)))
-        counts = self._gates[request.level].counts(seen, len(request.ids) - len(seen))
+        counts = self._gates[request.level].counts(seen, layouts, request.text)
         for out, count in zip(seen, counts, strict=True):
             first = out["order"][0] < count if "order" in out else slice(None)
             visual.append(out["visual_tokens"][0, first])
             kept.append(out["kept"][0, first])
-        m = self.model
-        rows = lay_out(request.ids, kept, m.image_token_id, m.image_tokens, m.sentence_ends, request.start)
+        m, tokens = self.model, [layout.tokens for layout in layouts]
+        rows = lay_out(request.ids, kept, tokens, m.image_token_id, m.sentence_ends, request.start)
         stats.images, stats.visual_tokens, stats.visual_tokens_by_image = len(visual), sum(counts), counts
+        stats.layouts = [layout.name for layout in layouts]
         return rows, np.concatenate(visual) if visual else np.empty((0, m.hidden_size), np.float32)
 
     def _embed(self, rows: Rows, visual: np.ndarray) -> np.ndarray:

@@ -26,6 +26,7 @@ MAX_FILE_BYTES = 256 * 2**20
 # array with an alpha channel is composited in float64 (65).
 DECODING, COMPOSITING = 40, 72
 UNPACKED = 2**19  # of a PNG's text, or its color profile; Pillow, which unpacks it with the header, allows 64 MiB
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF: what is stored lies on its side
 # Only plain decoders: Pillow would hand an EPS file to an external program.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF", "TGA", "ICO")
 
@@ -58,24 +59,41 @@ def load_rgb(source: ImageSource) -> np.ndarray:
     raise UserError(f"image must be a path, bytes, a PIL image or an array, got {type(source).__name__}")
 
 
-def decoding_bytes(source: ImageSource, settings: ImagePreprocessor, layout: Layout) -> int:
-    """What `preprocess` takes at most beside what it returns; by the image's header, nothing is decoded.
+def measure(source: ImageSource) -> tuple[int, int]:
+    """Height and width of what `load_rgb` makes of it; by the image's header, nothing is decoded.
 
     Raises:
         UserError: what `load_rgb` raises, as far as the header tells it.
     """
     from PIL import Image
 
-    each = DECODING
     if isinstance(source, np.ndarray):
         height, width = _checked_array(source).shape[:2]
-        each = COMPOSITING
-    elif isinstance(source, Image.Image):
-        width, height = source.size
-    else:
-        file = BytesIO(source) if isinstance(source, bytes) else _checked(Path(source))
-        with opened(file, "the image" if isinstance(source, bytes) else str(source)) as image:
-            width, height = image.size
+        return height, width
+    if isinstance(source, Image.Image):
+        return source.height, source.width
+    file = BytesIO(source) if isinstance(source, bytes) else _checked(Path(source))
+    with opened(file, "the image" if isinstance(source, bytes) else str(source)) as image:
+        return upright_size(image)
+
+
+def upright_size(image: PILImage) -> tuple[int, int]:
+    """Height and width of an image file once it is turned upright, before it is decoded."""
+    from PIL import Image
+
+    # PNG's own method decodes all of a file that has no EXIF before its pixels; TIFF's size is upright already.
+    turned = image.format != "TIFF" and Image.Image.getexif(image).get(ORIENTATION) in TURNED
+    return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def decoding_bytes(source: ImageSource, settings: ImagePreprocessor, layout: Layout) -> int:
+    """What `preprocess` takes at most beside what it returns; by the image's header, nothing is decoded.
+
+    Raises:
+        UserError: what `load_rgb` raises, as far as the header tells it.
+    """
+    height, width = measure(source)
+    each = COMPOSITING if isinstance(source, np.ndarray) else DECODING
     new_height, new_width = _resized(height, width, settings.resize, layout) if settings.resize else (0, 0)
     return each * height * width + DECODING * new_height * new_width
 

@@ -1,4 +1,4 @@
-"""Messages -> token ids -> the rows of a prefill: template, tokenizer, images expanded, padded on the left."""
+"""Messages -> token ids -> the rows of a prefill: template, images expanded, tokenizer, padded on the left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engines.bundle import Bucket, Level, Model
+from engines.bundle import Bucket, Layout, Level, Model
 from engines.config import read_json
 from engines.errors import UserError, one_line
 from engines.tokens import PADDING, TEXT, VISUAL, segments
@@ -60,38 +60,37 @@ class Rows:
 def lay_out(
     ids: Sequence[int],
     kept: Sequence[np.ndarray],
+    tokens: Sequence[int],
     image_token_id: int,
-    image_tokens: int,
     sentence_ends: Sequence[int] = (),
     start: int = 0,
 ) -> Rows:
-    """Expand every image placeholder to the rows that were kept of its image.
+    """The prompt's rows, without the visual tokens that were dropped.
 
     Args:
-        ids: token ids with one placeholder an image.
+        ids: token ids with one image token for every visual one; an image's need not lie side by side.
         kept: of each image, the ascending indices of its kept tokens, [K].
-        image_token_id: the placeholder.
-        image_tokens: N, positions that an image takes, however many of them are kept.
+        tokens: of each image, N, how many it has.
+        image_token_id: theirs.
         sentence_ends: ids of text that end a sentence.
         start: position of the first token.
     """
-    pieces, images = [], enumerate(kept, 1)
-    for token in ids:
-        image, offsets = next(images) if token == image_token_id else (0, [0])
-        pieces.append([(token, start + int(offset), image) for offset in offsets])
-        start += image_tokens if image else 1
-    table = np.array([row for piece in pieces for row in piece], dtype=np.int64).reshape(-1, 3)
-    rows, positions, numbers = table.T
+    table = np.asarray(ids, np.int64)
+    visual, stays = table == image_token_id, table != image_token_id
+    numbers = np.zeros(len(table), np.int64)
+    numbers[visual] = np.repeat(np.arange(1, len(tokens) + 1), tokens)
+    for places, own in zip(image_positions(ids, tokens, image_token_id), kept, strict=True):
+        stays[places[own]] = True
+    rows, numbers = table[stays], numbers[stays]
     kinds = np.where(numbers > 0, VISUAL, TEXT).astype(np.int32)
-    visual = np.cumsum(numbers > 0) - 1
-    return Rows(rows, positions.astype(np.int32), kinds, segments(rows, numbers, sentence_ends), visual, start)
+    positions = (start + np.flatnonzero(stays)).astype(np.int32)
+    own = segments(rows, numbers, sentence_ends)
+    return Rows(rows, positions, kinds, own, np.cumsum(numbers > 0) - 1, start + len(table))
 
 
-def image_positions(ids: Sequence[int], image_token_id: int, image_tokens: int) -> np.ndarray:
-    """Positions of each image's tokens in the prompt before pruning, [images, N]."""
-    places = np.flatnonzero(np.asarray(ids) == image_token_id)
-    starts = places + np.arange(len(places)) * (image_tokens - 1)
-    return starts[:, None] + np.arange(image_tokens)
+def image_positions(ids: Sequence[int], tokens: Sequence[int], image_token_id: int) -> list[np.ndarray]:
+    """Of each image, with so many tokens, where they are in the prompt before pruning, [N]."""
+    return np.split(np.flatnonzero(np.asarray(ids) == image_token_id), np.cumsum(tokens))[: len(tokens)]
 
 
 def choose_bucket(tokens: int, text: int, level: Level, room: int = 0) -> Bucket:
@@ -120,9 +119,9 @@ def choose_bucket(tokens: int, text: int, level: Level, room: int = 0) -> Bucket
             f"{short.text}: give fewer words, choose a level that does not shorten, or rebuild with more of  --buckets"
         )
     raise UserError(
-        f"the prompt has {tokens} tokens ({level.least_visual_tokens} of every image), more than the longest bucket's "
-        f"{longest.length} and the {free} that a window takes which is never compacted: give fewer images or words, "
-        f"choose a level that compacts, or rebuild with  python export/build.py --buckets {tokens}"
+        f"the prompt has {tokens} tokens ({tokens - text} of images), more than the longest bucket's {longest.length} "
+        f"and the {free} that a window takes which is never compacted: give fewer images or words, choose a level that "
+        f"compacts, or rebuild with  python export/build.py --buckets {tokens}"
     )
 
 
@@ -216,6 +215,13 @@ class PromptReader:
             raise UserError(f"{folder / 'tokenizer.json'}: not a tokenizer: {one_line(error)}") from error
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
+        for layout in model.layouts:
+            ids = self.tokenizer.encode(layout.text, add_special_tokens=False).ids
+            if (found := ids.count(model.image_token_id)) != layout.tokens:
+                raise UserError(
+                    f"{folder}: the text of layout {layout.name} has {found} image tokens, not {layout.tokens}: its "
+                    "tokenizer and its manifest are not of one build, make them again with  python export/build.py"
+                )
 
     def text(self, prompt: Prompt, images: int) -> str:
         """Render the chat template; a plain string is one user message, its images first, then the text.
@@ -230,34 +236,42 @@ class PromptReader:
         except Exception as error:  # a template is a program of the checkpoint's: it can fail in any way
             raise UserError(f"the model's chat template refuses these messages: {one_line(error)}") from error
 
-    def ids(self, prompt: Prompt, images: int) -> list[int]:
-        """Token ids of the whole prompt, one placeholder an image.
+    def ids(self, prompt: Prompt, layouts: Sequence[Layout]) -> list[int]:
+        """Token ids of the whole prompt, with every image token of its images.
 
         Raises:
-            UserError: what `text` raises, or the prompt has not one placeholder an image.
+            UserError: what `text` and `encode` raise.
         """
-        return self.encode(self.text(prompt, images), images)
+        return self.encode(self.text(prompt, len(layouts)), layouts)
 
-    def encode(self, text: str, images: int, first: bool = True) -> list[int]:
-        """Token ids of a text that the template has rendered.
+    def encode(self, text: str, layouts: Sequence[Layout], first: bool = True) -> list[int]:
+        """Token ids of a text that the template has rendered, where the layouts' texts stand for the images.
 
         Args:
-            images: placeholders that it must have.
+            layouts: of its images, in their order.
             first: whether it begins a prompt: there the tokenizer may add tokens of its own.
+
+        Raises:
+            UserError: it has not one placeholder an image, or image tokens besides.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:  # bytes of the command line that are no UTF-8 arrive as lone surrogates
             raise UserError(f"the question is not valid Unicode text: {one_line(error)}") from error
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=first and self._add_special_tokens).ids
-        places = ids.count(self._model.image_token_id)
-        if places != images:
+        model, images = self._model, len(layouts)
+        before, *behind = text.split(model.placeholder) if model.placeholder else [text]
+        if (places := len(behind)) != images:
             raise UserError(
                 f"the messages have {places} image placeholder{'s' * (places != 1)}, but {images} "
                 f"image{'s were' if images != 1 else ' was'} given"
             )
-        if ids and max(ids) >= self._model.vocab_size:
-            raise UserError(f"token {max(ids)} is outside the model's vocabulary of {self._model.vocab_size}")
+        whole = before + "".join(layout.text + part for layout, part in zip(layouts, behind, strict=True))
+        ids: list[int] = self.tokenizer.encode(whole, add_special_tokens=first and self._add_special_tokens).ids
+        if ids.count(model.image_token_id) != sum(layout.tokens for layout in layouts):
+            token = self.tokenizer.id_to_token(model.image_token_id)
+            raise UserError(f"the messages have {token!r} in a text, which stands for a part of an image only")
+        if ids and max(ids) >= model.vocab_size:
+            raise UserError(f"token {max(ids)} is outside the model's vocabulary of {model.vocab_size}")
         return ids
 
 

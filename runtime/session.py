@@ -247,19 +247,19 @@ class Session:
     ) -> Request:  # fmt: skip
         """Find every mistake of the user's before the first graph runs."""
         vlm, context = self.vlm, self.context
-        start, model = context.position if context else 0, vlm.model
-        ids = [*self._unread, *vlm.prompts.encode(text, len(images), first=context is None)]
-        positions = start + len(ids) + len(images) * (model.image_tokens - 1)
-        if positions >= (most := vlm.bundle.manifest.levels[self.level].max_positions):
+        start, layouts = context.position if context else 0, vlm.pictures.layouts(images)
+        said = [token for token in self._unread if token != vlm.model.image_token_id]  # no image would belong to it
+        ids = [*said, *vlm.prompts.encode(text, layouts, first=context is None)]
+        if (positions := start + len(ids)) >= (most := vlm.bundle.manifest.levels[self.level].max_positions):
             raise UserError(f"with this turn the session has {positions} tokens, and the level only {most}: begin anew")
         request = Request(
-            ids, [], self.level, max_new_tokens, ignore_eos, False, sampling,
+            ids, layouts, self.level, max_new_tokens, ignore_eos, False, sampling,
             keep=keep, context=context, start=start, room=self.room,
         )  # fmt: skip
         if vlm.admission:
-            request = vlm.admission.turn(request, vlm.decoding(images), self._reserved)
+            request = vlm.admission.turn(request, vlm.pictures.decoding(images, layouts), self._reserved)
         with stats.time("images"):
-            return dataclasses.replace(request, pixels=vlm.pixels(images))
+            return dataclasses.replace(request, pixels=vlm.pictures.pixels(images, layouts))
 
     def _settle(self) -> None:
         """Let the last answer end where it is, and put it into the chat."""

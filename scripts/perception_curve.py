@@ -80,7 +80,8 @@ class Pruner:
         if self.adaptive:
             curves, entropies = list(coverage(features, chosen).numpy()), entropy(features).tolist()
             room = self.longest - text
-            counts = visual_counts(self.adaptive, features.shape[1], curves, entropies, text=text, room=room)
+            adaptive, tokens = [self.adaptive] * len(curves), [features.shape[1]] * len(curves)
+            counts = visual_counts(adaptive, tokens, curves, entropies, text=text, room=room)
         kept = torch.zeros(features.shape[:2], dtype=torch.bool)
         for mine, order, count in zip(kept, chosen, counts, strict=True):
             mine[order[:count]] = True

@@ -16,7 +16,7 @@ from calibration.evaluate import Eager, Prompt
 from calibration.looking import answered
 from calibration.observe import forward, masks
 from calibration.perceive import Perceive
-from calibration.samples import Sample, model_inputs
+from calibration.samples import Sample, model_inputs, opened
 from export.attention import attention_logits, full_attention
 from export.buckets import bucket_length
 from export.checkpoint import Checkpoint
@@ -68,15 +68,18 @@ def look(checkpoint: Checkpoint, sample: Sample) -> Look:
     forward(checkpoint.decoder, prompt, attention)
     by_layer = torch.stack(seen)  # [layers, 2, heads, images, tokens]
     number = int(by_layer[:, 1].sum(dim=(0, 1, 3)).argmax())
-    pixels = model_inputs(checkpoint.processor, sample)["pixel_values"][number]
+    picture = picture_of(checkpoint, sample, number)
     asked, said = by_layer[:, :, :, number].unbind(dim=1)
     whole = Prompt(**{f.name: getattr(prompt, f.name)[: steps + 1] for f in dataclasses.fields(Prompt)})
-    return Look(sample, number, picture_of(checkpoint, pixels), visual[number], asked.numpy(), said.numpy(), whole)
+    return Look(sample, number, picture, visual[number], asked.numpy(), said.numpy(), whole)
 
 
-def picture_of(checkpoint: Checkpoint, pixels: Tensor) -> NDArray[np.uint8]:
-    """What the preprocessor made of an image, [3, height, width], as a picture."""
-    p = checkpoint.preprocessor
+def picture_of(checkpoint: Checkpoint, sample: Sample, number: int) -> NDArray[np.uint8]:
+    """What the preprocessor makes of a sample's image: the pixels, or where those are cut to pieces what it cuts."""
+    p, shape = checkpoint.preprocessor, checkpoint.layouts[0].pixel_values
+    if len(shape) != 4 or shape[0] > 1:
+        return np.asarray(checkpoint.brought(opened(sample.images[number])))
+    pixels = model_inputs(checkpoint, sample)["pixel_values"][number]
     levels = pixels.double() * torch.tensor(p.std)[:, None, None] + torch.tensor(p.mean)[:, None, None]
     return (levels / p.rescale).round().clamp(0, 255).to(torch.uint8).movedim(0, -1).numpy()
 

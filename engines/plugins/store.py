@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines.artifacts import Library
 from engines.bundle import Bundle, sha256
 from engines.errors import UserError, one_line
-from engines.manifest import Library
 from engines.plugins import cpu_library, cuda_library
 
 FOLDER = "UNICACHE_LIBRARIES"  # environment variable: where the store lies

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engines.bundle import TensorSpec
+from engines.bundle import Layout, TensorSpec
 from export.attention import LOWEST, attention_by, attention_logits, blocks_of, full_attention, visible
 from export.graphs.graph import Graph
 from export.graphs.state import Decoder
@@ -26,7 +26,7 @@ class Vision(Graph):
 
     kind = "vision"
 
-    def __init__(self, encoder: nn.Module, recipe: Recipe, height: int, width: int, decoder: Decoder | None = None):
+    def __init__(self, encoder: nn.Module, recipe: Recipe, layout: Layout, decoder: Decoder | None = None):
         """
         Args:
             decoder: needed by a perception that reads the attention of some of its `layers`.
@@ -37,7 +37,7 @@ class Vision(Graph):
         if self.layers:
             assert decoder is not None
             self.decoder, self.language_model = decoder, decoder.language_model
-        specs = [TensorSpec("pixel_values", "float32", [1, 3, height, width])]
+        specs = [TensorSpec("pixel_values", "float32", layout.pixel_values)]
         if isinstance(self.perception, Guided):
             with torch.no_grad():
                 _, tokens, size = encoder(torch.zeros(specs[0].shape)).shape

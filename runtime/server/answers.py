@@ -12,7 +12,7 @@ from runtime.generate import Result
 from runtime.model import VLM
 from runtime.sampling import Logprob
 from runtime.server.images import region
-from runtime.server.levels import Levels
+from runtime.server.levels import Levels, grid
 from runtime.server.protocol import Asked
 from runtime.server.worker import Job, Piece
 
@@ -55,7 +55,7 @@ class Answer:
 
     def extra(self, result: Result) -> dict[str, Any]:
         """What the compression did, and what the answer took."""
-        stats, model = result.stats, self._levels.bundle.manifest.model
+        stats, layouts = result.stats, self._levels.layouts
         decoding = stats.seconds.get("decode", 0.0) + stats.seconds.get("compact", 0.0)
         read = stats.generated_tokens - (stats.stop_reason != "end")  # tokens that the model read of its answer
         extra = {
@@ -67,7 +67,8 @@ class Answer:
             "kv_bytes": stats.kv_bytes,
             "kv_bytes_uncompressed": stats.kv_bytes_uncompressed,
             "visual_tokens": stats.visual_tokens,
-            "visual_tokens_uncompressed": stats.images * model.image_tokens,
+            "visual_tokens_uncompressed": sum(layouts[name].tokens for name in stats.layouts),
+            "layouts": stats.layouts,
             "compactions": stats.compactions,
             "tokens_per_second": read / decoding if read > 0 and decoding else None,
             "alarms": [asdict(alarm) for alarm in stats.alarms],
@@ -91,18 +92,13 @@ class Answer:
 
     def _patches(self, result: Result) -> list[dict[str, Any]]:
         """Of each image its grid, where that lies on it, and the share of KV heads that hold each patch."""
-        grid, held = self._levels.grid, result.stats.patches
-        if not grid or not held:
-            return []
-        return [
-            {
-                "rows": grid[0],
-                "columns": grid[1],
-                "region": region(image.width, image.height, self._levels.preprocessor),
-                "held": shares,
-            }
-            for image, shares in zip(self._asked.images, held, strict=True)
-        ]
+        told = []
+        for image, name, held in zip(self._asked.images, result.stats.layouts, result.stats.patches, strict=False):
+            if (lies := grid(self._levels.layouts[name])) is None:
+                return []
+            seen = region(image.width, image.height, self._levels.preprocessor)
+            told.append({"rows": lies[0], "columns": lies[1], "region": seen, "held": held})
+        return told
 
     def _choice(self, name: str, message: dict[str, Any], logprobs: list[Logprob], end: str | None) -> dict[str, Any]:
         told = {"content": [self._logprob(each) for each in logprobs], "refusal": None}

@@ -9,12 +9,11 @@ from io import BytesIO
 
 from engines.errors import UserError
 from engines.preprocessor import ImagePreprocessor
-from runtime.preprocess import opened
+from runtime.preprocess import opened, upright_size
 from runtime.server.errors import Refused
 from runtime.server.remote import Remote
 
 DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+=-]+)*?;base64,")
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF: what is stored lies on its side
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,13 @@ def check(data: bytes, pixels: int, number: int, upright: bool) -> Image:
     """Read an image's header, and refuse what declares more than `pixels`; size as it is stored unless `upright`."""
     try:
         with opened(BytesIO(data), f"image {number}") as image:
-            width, height = image.size
-            fits = width * height <= pixels
-            turned = upright and fits and image.getexif().get(ORIENTATION) in TURNED  # of a PNG it may decode them all
+            height, width = upright_size(image) if upright else (image.height, image.width)
     except UserError as error:
         raise Refused(400, str(error), "invalid_image") from error
-    if not fits:
+    if width * height > pixels:
         message = f"image {number} has {width} x {height} pixels, more than {pixels / 10**6:g} million: shrink it"
         raise Refused(400, message, "image_too_large")
-    return Image(data, height, width) if turned else Image(data, width, height)
+    return Image(data, width, height)
 
 
 def region(width: int, height: int, settings: ImagePreprocessor) -> tuple[float, float, float, float]:

@@ -6,6 +6,7 @@ from math import isqrt
 from typing import Any
 
 from engines.bundle import MANIFEST
+from engines.layout import Layout
 from engines.preprocessor import ImagePreprocessor
 from runtime.model import VLM
 from runtime.monitor import Monitor, Watch
@@ -20,6 +21,7 @@ class Levels:
     Attributes:
         name: of the bundle's folder.
         models: id of a model -> its level.
+        layouts: what images are brought to, by name.
         opened: level -> the model at this level; opened when first asked for, and kept.
         memory: their budget, if there is one.
     """
@@ -38,8 +40,7 @@ class Levels:
         manifest = self.bundle.manifest
         self.models = {self.name: first.level} | {f"{self.name}:{level}": level for level in manifest.levels}
         self.preprocessor = ImagePreprocessor.read(self.bundle.path)
-        height, width = self.bundle.image_shape(first.level)[2:]
-        self.grid = grid(height, width, manifest.model.image_tokens)
+        self.layouts = {layout.name: layout for layout in manifest.model.layouts}
         self._created = int((self.bundle.path / MANIFEST).stat().st_mtime)
 
     def open(self, level: str) -> VLM:
@@ -76,7 +77,8 @@ class Levels:
         }
 
 
-def grid(height: int, width: int, tokens: int) -> tuple[int, int] | None:
+def grid(layout: Layout) -> tuple[int, int] | None:
     """Rows and columns of an image's tokens where each is a square of pixels; None where they are no such grid."""
+    height, width, tokens = layout.height, layout.width, layout.tokens
     edge = isqrt(height * width // tokens)
     return (height // edge, width // edge) if edge and edge * edge * tokens == height * width else None

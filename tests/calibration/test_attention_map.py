@@ -63,7 +63,7 @@ def measured(checkpoint: Checkpoint, known: list[sampling.Sample]) -> AttentionM
 
 def by_hugging_face(folder: Path, checkpoint: Checkpoint, sample: sampling.Sample) -> Seen:
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
-    inputs = sampling.model_inputs(checkpoint.processor, sample)
+    inputs = sampling.model_inputs(checkpoint, sample)
     inputs.pop("mm_token_type_ids", None)
     ids = inputs.pop("input_ids")
     pixels = {name: inputs[name] for name in ("pixel_values",) if name in inputs}

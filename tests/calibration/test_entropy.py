@@ -31,7 +31,7 @@ def test_entropy_is_that_of_hugging_faces_attention(folder: Path) -> None:
     found: list[list[float]] = [[] for _ in got]
     for sample in known:
         with torch.no_grad():
-            out = model(**samples.model_inputs(checkpoint.processor, sample), output_attentions=True)
+            out = model(**samples.model_inputs(checkpoint, sample), output_attentions=True)
         for layer, weights in enumerate(out.attentions):
             for row in weights[0].double().numpy().reshape(-1, weights.shape[-1]):
                 seen = row[row > 0]

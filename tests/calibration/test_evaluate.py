@@ -66,8 +66,7 @@ def test_segments_are_those_of_the_runtime(checkpoint: Checkpoint) -> None:
     pictures = [tiny.picture(1), tiny.picture(2)]
     prompt = Prompt(checkpoint, "what color is the shape ? how many digits ? red", pictures)
     ids, image, size = prompt.ids.tolist(), checkpoint.image_token_id, checkpoint.image_tokens
-    placeholders = [token for i, token in enumerate(ids) if token != image or ids[i - 1] != image]
-    rows = lay_out(placeholders, [np.arange(size)] * 2, image, size, checkpoint.sentence_ends)
+    rows = lay_out(ids, [np.arange(size)] * 2, [size] * 2, image, checkpoint.sentence_ends)
     assert rows.ids.tolist() == ids
     assert prompt.segments.tolist() == rows.segments.tolist()
     text = prompt.segments[prompt.kinds == TEXT]

@@ -206,11 +206,11 @@ def test_images_are_seen_as_the_graph_sees_them(checkpoint: Checkpoint, folder: 
     vision = Vision(
         checkpoint.encoder,
         tiny.recipe(perception={**table, "quota": 1.0}),
-        *checkpoint.pixel_size,
+        checkpoint.layouts[0],
         checkpoint.decoder,
     )
     for sample, images in zip(samples, found, strict=True):
-        inputs = sampling.model_inputs(checkpoint.processor, sample)
+        inputs = sampling.model_inputs(checkpoint, sample)
         ids = inputs["input_ids"][0]
         after = int((ids == checkpoint.image_token_id).nonzero()[-1]) + 1
         question = checkpoint.embedding[ids[after:]][None]

@@ -38,7 +38,7 @@ def test_statistics_are_those_of_hugging_faces_cache(folder: Path, reach: int) -
     statistics = keys.key_statistics(checkpoint, known, lambda: calls.append(None), reach=reach)
     assert len(calls) == len(known) == 2
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
-    prompts = [samples.model_inputs(checkpoint.processor, sample) for sample in known]
+    prompts = [samples.model_inputs(checkpoint, sample) for sample in known]
     starts = [0, max(0, reach - prompts[1]["input_ids"].shape[1])]
     cached = [cached_keys(model, prompt, start) for prompt, start in zip(prompts, starts, strict=True)]
     for layer, got in enumerate(statistics):
@@ -56,7 +56,7 @@ def test_rows_are_those_of_the_cache_keys_and_values_of_the_same_tokens(folder: 
     caches = []
     for sample in known:
         with torch.no_grad():
-            cache = model(**samples.model_inputs(checkpoint.processor, sample), use_cache=True).past_key_values
+            cache = model(**samples.model_inputs(checkpoint, sample), use_cache=True).past_key_values
         caches.append([torch.cat([layer.keys[0], layer.values[0]], dim=-1) for layer in cache.layers])
     found, again = (keys.key_statistics(checkpoint, known, rows=20) for _ in range(2))
     for layer, (got, same) in enumerate(zip(found, again, strict=True)):

@@ -67,7 +67,7 @@ def test_densities_are_what_loops_find(
     tokenizer = checkpoint.processor.tokenizer
     cosines: dict[tuple[int, int], list[float]] = {}
     for sample in samples:
-        inputs = sampling.model_inputs(checkpoint.processor, sample)
+        inputs = sampling.model_inputs(checkpoint, sample)
         answer = tokenizer(sample.answer, add_special_tokens=False, return_tensors="pt")["input_ids"]
         ids = torch.cat([inputs["input_ids"], answer], dim=1)
         with torch.no_grad():

@@ -187,7 +187,7 @@ def test_flops_of_vision(small: Checkpoint) -> None:
     projector = 2 * patches * (d * hidden + hidden * hidden)
     expected = 2 * patches * d * 3 * vision.patch_size**2 + vision.num_hidden_layers * layer + projector
     with torch.device("meta"):
-        assert run(Vision(small.encoder, plain(), *small.pixel_size)).flops == expected
+        assert run(Vision(small.encoder, plain(), small.layouts[0])).flops == expected
 
 
 @given(

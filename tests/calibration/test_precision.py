@@ -94,7 +94,7 @@ def test_a_quantized_cache_says_what_the_graphs_say() -> None:
     mixed = recipe(method="by-layer", layers=layers)
     known = prepare(checkpoint, {"a": mixed}, few)["a"].statistics
     assert known
-    prompt = prompt_of(checkpoint, samples.model_inputs(checkpoint.processor, few[0]))
+    prompt = prompt_of(checkpoint, samples.model_inputs(checkpoint, few[0]))
     said = read(checkpoint, mixed, prompt, later=False)
     assert isinstance(mixed.quantize, ByLayer)
     ways = {i: precision.through(own, known[i]) for i, own in enumerate(mixed.quantize.layers)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -12,6 +14,7 @@ from calibration import samples
 from engines.errors import UserError, one_line
 from tests.export import tiny
 
+PLAIN: Any = SimpleNamespace(brought=lambda image: image, processor=None)
 GOOD = {"images": ["0.png"], "prompt": "what ?", "answer": "red"}
 
 
@@ -96,7 +99,7 @@ def test_a_damaged_image(tmp_path: Path, keep: int) -> None:
     image = folder / "0.png"
     image.write_bytes(image.read_bytes()[:keep])
     with pytest.raises(UserError, match=r"0\.png cannot be read") as error:
-        samples.model_inputs(None, samples.read(folder)[0])
+        samples.model_inputs(PLAIN, samples.read(folder)[0])
     assert "\n" not in one_line(error.value)
 
 
@@ -109,7 +112,7 @@ def test_whatever_a_decoder_raises_is_one_line(tmp_path: Path, content: bytes) -
     folder = write(tmp_path / "s", GOOD)
     (folder / "0.png").write_bytes(content)
     with pytest.raises(UserError, match=r"0\.png cannot be read"):
-        samples.model_inputs(None, samples.read(folder)[0])
+        samples.model_inputs(PLAIN, samples.read(folder)[0])
 
 
 def test_an_image_of_too_many_pixels_is_refused_and_does_not_warn(
@@ -118,12 +121,12 @@ def test_an_image_of_too_many_pixels_is_refused_and_does_not_warn(
     folder = write(tmp_path / "s", GOOD)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", tiny.IMAGE_SIZE**2 * 2 // 3)
     with pytest.raises(UserError, match=r"0\.png cannot be read: .*exceeds limit"):
-        samples.model_inputs(None, samples.read(folder)[0])
+        samples.model_inputs(PLAIN, samples.read(folder)[0])
     assert not recwarn.list
 
 
 def test_a_long_prompt_is_shown_shortened(tmp_path: Path) -> None:
     folder = write(tmp_path / "s", GOOD | {"prompt": "what ? " * 1000})
     with pytest.raises(UserError, match="makes no prompt") as error:
-        samples.model_inputs(None, samples.read(folder)[0])
+        samples.model_inputs(PLAIN, samples.read(folder)[0])
     assert len(str(error.value)) < 2 * samples.SHOWN

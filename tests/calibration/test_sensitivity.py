@@ -37,7 +37,7 @@ def checkpoint() -> Checkpoint:
 @pytest.fixture(scope="module")
 def prompt(checkpoint: Checkpoint) -> Prompt:
     sample = samples.read(DEMO / "samples")[0]
-    return prompt_of(checkpoint, samples.model_inputs(checkpoint.processor, sample))
+    return prompt_of(checkpoint, samples.model_inputs(checkpoint, sample))
 
 
 def recipe(**tables: Any) -> Recipe:

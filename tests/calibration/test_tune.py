@@ -184,7 +184,7 @@ def test_a_target_is_what_the_runtime_allocates(demo: Workbench, target: float, 
         return
     size = tokens = most = 0
     for sample in demo.choose:
-        own = len(samples.model_inputs(demo.checkpoint.processor, sample)["input_ids"][0])
+        own = len(samples.model_inputs(demo.checkpoint, sample)["input_ids"][0])
         pruned = own - len(sample.images) * (64 - recipe.perception.count(64, recipe.perception.quota))
         rows = -(-pruned // ROUND) * ROUND
         decoder = demo.checkpoint.decoder

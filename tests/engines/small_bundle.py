@@ -8,10 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from engines.bundle import WEIGHTS, Bucket, Embedding, Graph, Level, Manifest, Model, Plan, TensorSpec, seal, writing
+from engines.bundle import (
+    WEIGHTS,
+    Bucket,
+    Embedding,
+    Graph,
+    Layout,
+    Level,
+    Manifest,
+    Model,
+    Plan,
+    TensorSpec,
+    View,
+    seal,
+    writing,
+)
 
 TABLE = np.arange(24, dtype=np.float32).reshape(6, 4)
-MODEL = Model("toy", 2, [2, 1], 4, 4, 6, 5, 9, None, [2, 3], Embedding(16, "float32", [6, 4]))
+LAYOUTS = [Layout("2x2", 2, 2, [1, 3, 2, 2], "<i>" * 9, 9)]
+MODEL = Model("toy", 2, [2, 1], 4, 4, 6, 5, "<i>", LAYOUTS, None, [2, 3], Embedding(16, "float32", [6, 4]))
 
 
 def specs(**shapes: list[int]) -> list[TensorSpec]:
@@ -46,7 +61,8 @@ def manifest(**changes: Any) -> Manifest:
         Bucket(8, [4, 5], 4, 2, "prefill", "decode", "compact", None, "extend", 2, "decode_2", 2),
         Bucket(8, [4, 5], 4, 4, "prefill", "decode", ""),
     ]
-    levels = {"light": Level({"window": {"size": 4}, "bits": [8, None]}, [2, 1], 100, 3, "vision", buckets)}
+    views = {"2x2": View("vision", 3)}
+    levels = {"light": Level({"window": {"size": 4}, "bits": [8, None]}, [2, 1], 100, views, buckets)}
     plans = [Plan("decode", "decode.plan", "trt-rtx", "1.7", ["sm_86"])]
     return dataclasses.replace(
         Manifest(MODEL, levels, "light", graphs(), plans, {"ort": "built"}, {"onnx": "1"}), **changes

@@ -19,7 +19,13 @@ def of_bucket(bundle: Bundle, which: int) -> dict[str, Graph]:
     names: set[str] = set()
     for level in bundle.manifest.levels.values():
         bucket = level.buckets[which]
-        names |= {level.vision, bucket.prefill, bucket.decode, bucket.extend, bucket.compact}
+        names |= {
+            *(view.vision for view in level.views.values()),
+            bucket.prefill,
+            bucket.decode,
+            bucket.extend,
+            bucket.compact,
+        }
     return {name: graph for name, graph in bundle.manifest.graphs.items() if name in names}
 
 

@@ -205,7 +205,7 @@ def test_trt_without_a_gpu_or_without_the_package(stand_in: Path, out: Path, mon
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
-    model = Model("llava", 1, [1], 1, 1, 1, 0, 1, None, [], Embedding(0, "float32", [1, 1]))
+    model = Model("llava", 1, [1], 1, 1, 1, 0, "", [], None, [], Embedding(0, "float32", [1, 1]))
     graphs = {name: Graph("decode", f"{name}.onnx", [], []) for name in ("vision", "decode")}
     plans = [Plan(name, f"{name}.trt.plan", "trt", "11.0.0", ["sm_86", "sm_87"]) for name in graphs]
     return Bundle(tmp_path, Manifest(model, {}, "off", graphs, plans))

@@ -85,6 +85,19 @@ def test_an_unsupported_model_type(refused: Callable[..., str], copy: Path) -> N
     assert "'bert' is not supported; supported: llava" in refused(copy, "--recipe", "off")
 
 
+def test_a_size_that_the_processor_does_not_make(refused: Callable[..., str], tiny_path: Path) -> None:
+    side = tiny.IMAGE_SIZE
+    line = refused(tiny_path, "--recipe", "off", "--image-sizes", f"{side}x{side}", f"{side}x{2 * side}")
+    assert f"--image-sizes {side}x{2 * side}: " in line
+    assert f"makes {side}x{side} of every picture" in line
+
+
+@pytest.mark.parametrize("text", ["448", "448x", "0x448", "448x448x3", "4e2x4"])
+def test_a_size_that_is_none(text: str) -> None:
+    with pytest.raises(UserError, match=f"'{text}' is no HEIGHTxWIDTH in pixels, as 448x672"):
+        build.arguments("").parse_args(["--image-sizes", text])
+
+
 def test_pickled_weights_are_not_loaded(refused: Callable[..., str], copy: Path) -> None:
     torch.save(load_file(copy / WEIGHTS), copy / "pytorch_model.bin")
     (copy / WEIGHTS).unlink()
@@ -264,7 +277,7 @@ def test_recipes_bring_those_for_unknown_questions(tmp_path: Path) -> None:
     (folder / "recipes").mkdir(parents=True)
     (folder / "recipes" / "two.toml").write_text('unknown = "three"')
     (folder / "recipes" / "three.toml").write_text('unknown = "three"')
-    args = build.arguments().parse_args([str(folder), "--recipe", "off", "--recipe", str(tmp_path / "one.toml")])
+    args = build.arguments("").parse_args([str(folder), "--recipe", "off", "--recipe", str(tmp_path / "one.toml")])
     levels = build._levels(args)
     assert list(levels) == ["off", "one", "two", "three"]
     assert [recipe.unknown for recipe in levels.values()] == [None, "two", "three", "three"]

@@ -104,7 +104,7 @@ def graphs(
     """Those, or the graphs that the slot's stage makes others, for batches of two where a graph has any."""
     recipe = parse(Recipe, {"name": "test", **TABLES, slot: {**TABLES.get(slot, {}), **table}}, "test")
     if slot == "perception":
-        return [Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size, checkpoint.decoder)]
+        return [Vision(checkpoint.encoder, recipe, checkpoint.layouts[0], checkpoint.decoder)]
     known = tiny.statistics(checkpoint.decoder)
     state = State(checkpoint.decoder, recipe, LENGTH, batch=2)
     if kinds is None:

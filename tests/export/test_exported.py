@@ -42,7 +42,7 @@ def modules(checkpoint: Checkpoint, built: Bundle) -> dict[str, graphs.Graph]:
     statistics = keys.key_statistics(checkpoint, samples.read(checkpoint.path / "samples"))
     kinds = (graphs.Prefill, graphs.Decode, graphs.Extend, graphs.Compact)
     return {
-        "vision": graphs.Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size).eval(),
+        "vision": graphs.Vision(checkpoint.encoder, recipe, checkpoint.layouts[0]).eval(),
         **{kind.kind: kind(state, statistics).eval() for kind in kinds},
         "batched": graphs.Decode(replace(state, batch=bucket.batch), statistics).eval(),
     }
@@ -51,7 +51,8 @@ def modules(checkpoint: Checkpoint, built: Bundle) -> dict[str, graphs.Graph]:
 def graph_of(built: Bundle, kind: str) -> bundle.Graph:
     """The first bucket's graph of a kind."""
     level = built.manifest.levels["small"]
-    return built.manifest.graphs[level.vision if kind == "vision" else getattr(level.buckets[0], kind)]
+    (view,) = level.views.values()
+    return built.manifest.graphs[view.vision if kind == "vision" else getattr(level.buckets[0], kind)]
 
 
 def models(built: Bundle) -> dict[str, onnx.ModelProto]:

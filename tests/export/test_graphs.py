@@ -242,14 +242,14 @@ def test_layers_may_differ_in_kv_heads(tiny_path: Path, reference: Any, prompt: 
 
 
 def test_vision_returns_the_kept_features(checkpoint: Checkpoint) -> None:
-    vision = Vision(checkpoint.encoder, tiny.recipe(perception={"keep": 0.4}), *checkpoint.pixel_size)
-    pixels = torch.randn(1, 3, *checkpoint.pixel_size, generator=torch.Generator().manual_seed(0))
+    vision = Vision(checkpoint.encoder, tiny.recipe(perception={"keep": 0.4}), checkpoint.layouts[0])
+    pixels = torch.randn(checkpoint.layouts[0].pixel_values, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         features, kept = vision(pixels)
         assert kept.dtype == torch.int32
         assert kept.shape == (1, round(0.4 * tiny.IMAGE_TOKENS))
         assert torch.equal(features[0], checkpoint.encoder(pixels)[0, kept[0].long()])
-        whole, everything = Vision(checkpoint.encoder, tiny.recipe(), *checkpoint.pixel_size)(pixels)
+        whole, everything = Vision(checkpoint.encoder, tiny.recipe(), checkpoint.layouts[0])(pixels)
         assert torch.equal(whole, checkpoint.encoder(pixels))
         assert everything.tolist() == [list(range(tiny.IMAGE_TOKENS))]
 

@@ -15,12 +15,12 @@ from tests.runtime.toy import (
     HEAD_DIM,
     HEADS,
     IMAGE,
-    IMAGE_TOKENS,
     KV_HEADS,
     LAYERS,
     LEVELS,
     PREPROCESSOR,
     WEIGHTS,
+    WORDS,
 )
 from tests.runtime.toy import SENTENCE_ENDS as ENDS
 
@@ -46,10 +46,15 @@ class Answer:
     stores: list[list[Slot | None]] = field(default_factory=list)
 
 
+# What stands for an image in the prompt, by its width: a wide one's patches have words around them.
+LEFT, RIGHT, BIG = (WORDS.index(word) for word in ("left", "right", "big"))
+SPREAD = {8: [IMAGE] * 4, 16: [LEFT, *[IMAGE] * 3, RIGHT, *[IMAGE] * 5, BIG]}
+
+
 def patches_of(image: np.ndarray) -> np.ndarray:
-    """uint8 [8, 8, 3] -> [4, 3]."""
+    """uint8 [8, 8, 3] -> [4, 3], or [8, 16, 3] -> [8, 3]."""
     x = (image / 255 - np.array(PREPROCESSOR.mean)) / np.array(PREPROCESSOR.std)
-    return np.stack([x[r : r + 4, c : c + 4].mean((0, 1)) for r in (0, 4) for c in (0, 4)])
+    return np.stack([x[r : r + 4, c : c + 4].mean((0, 1)) for r in (0, 4) for c in range(0, image.shape[1], 4)])
 
 
 def look(image: np.ndarray, kept: int) -> tuple[np.ndarray, list[int]]:
@@ -67,27 +72,28 @@ def covers(image: np.ndarray, count: int) -> float:
 
 def counts(level: str, images: list[np.ndarray], text: int, pressure: float) -> list[int]:
     """Patches that each image keeps."""
+    sizes = [len(patches_of(image)) for image in images]
     if level not in ADAPTIVE:
-        return [LEVELS[level][0]] * len(images)
+        return [LEVELS[level][0] * size // 4 for size in sizes]
     a = ADAPTIVE[level]
     wanted = []
-    for image in images:
-        drop = 1.0
+    for image, size in zip(images, sizes, strict=True):
+        drop, offers = 1.0, [n * size // 4 for n in a.counts]
         if a.gate:
             entropy = 1 / (1 + np.exp(-patches_of(image).sum(1).mean()))
             drop = min(max(a.gate.base * (0.5 + pressure) * (1.5 - entropy), 0.2), 0.7)
         if a.fallback:
-            hard = np.log(4 * len(images)) + np.log(text)  # of 1.0 to 5.0
+            hard = np.log(sum(sizes)) + np.log(text)  # of 1.0 to 5.0
             drop = min(drop, 0.75 - 0.35 * min(max((hard - 1) / 4, 0), 1))
         if a.gate or a.fallback:
-            count = next(n for n in a.counts if n / 4 >= 1 - drop)
+            count = next(n for n in offers if n / size >= 1 - drop)
         else:
-            count = next((n for n in a.counts if covers(image, n) >= a.coverage), 4)
+            count = next((n for n in offers if covers(image, n) >= a.coverage), size)
         wanted.append(count)
     if not a.quota:
         return wanted
-    total = min(a.quota * 4 * len(images), 40 - text)
-    got = [a.floor] * len(images)
+    total = min(round(a.quota * sum(sizes)), 40 - text)
+    got = [a.floor * size // 4 for size in sizes]
     while sum(got) + 1 <= total and got != wanted:
         poor = [i for i in range(len(images)) if got[i] < wanted[i]]
         got[min(poor, key=lambda i: (covers(images[i], got[i]), i))] += 1
@@ -133,7 +139,8 @@ def answer(
     Of these, the ids before the first answer are prefilled.
     """
     _, compacts, sizes = LEVELS["tight" if level in ADAPTIVE else level]
-    keep = counts(level, images, len(ids) - len(images), pressure)
+    words = len(ids) - len(images) + sum(token != IMAGE for image in images for token in SPREAD[image.shape[1]])
+    keep = counts(level, images, words, pressure)
 
     def row(embedding: np.ndarray, position: int, kind: int, first: bool = False) -> Slot:
         return Slot(embedding + WEIGHTS["position"][position] + WEIGHTS["kind"][kind], position, kind + 4 * first)
@@ -142,22 +149,28 @@ def answer(
     segments, position, last_visual, kept, remaining = [], 0, 0, [], list(images)
     sentence, before = 0, IMAGE
     begun = 0
-    for i, token in enumerate(ids):
+    for i, placeholder in enumerate(ids):
         begun = len(prompt) if answered and i == answered[0] else begun
-        if token == IMAGE:
-            rows, places = look(remaining.pop(0), keep.pop(0))
+        spread, seen = [placeholder], dict[int, np.ndarray]()
+        if placeholder == IMAGE:
+            image = remaining.pop(0)
+            rows, places = look(image, keep.pop(0))
             kept.append(places)
-            prompt += [row(r, position + place, 2) for r, place in zip(rows, places, strict=True)]
-            segments += [len(kept)] * len(places)
-            last_visual = len(prompt)
-            position += IMAGE_TOKENS
-        else:
-            first = before == IMAGE or ((before in ENDS or i in (answered or [])) and token not in ENDS)
-            sentence += first
-            prompt.append(row(WEIGHTS["embedding"][token], position, 1, first))
-            segments.append(sentence)
+            spread, seen = SPREAD[image.shape[1]], dict(zip(places, rows, strict=True))
+        patch = 0
+        for token in spread:
+            if token != IMAGE:
+                first = before == IMAGE or ((before in ENDS or i in (answered or [])) and token not in ENDS)
+                sentence += first
+                prompt.append(row(WEIGHTS["embedding"][token], position, 1, first))
+                segments.append(sentence)
+                before = token
+            elif patch in seen:
+                prompt.append(row(seen[patch], position, 2))
+                segments.append(len(kept))
+                last_visual, before = len(prompt), IMAGE
+            patch += token == IMAGE
             position += 1
-        before = token
 
     length, capacities, size, recent = next((s for s in sizes if len(prompt) <= s[0]), sizes[-1])
     split = min(last_visual if question_later else len(prompt), length)

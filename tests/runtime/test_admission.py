@@ -112,7 +112,7 @@ def test_it_is_refused_before_anything_is_loaded(
         decoded.append(given)
         return preprocess(*given)
 
-    monkeypatch.setattr("runtime.model.preprocess", noted)
+    monkeypatch.setattr("runtime.pictures.preprocess", noted)
     with pytest.raises(OverBudget) as refused:
         vlm.stream("what is it", [image(0)])
     assert recorder.loaded == decoded == []

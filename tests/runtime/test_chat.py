@@ -179,7 +179,7 @@ def test_an_image_is_decoded_where_its_question_has_room_for_it(
     bundle_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = Chat(runtime.open(bundle_path, level="tight", threads=1), 2, GREEDY)
-    monkeypatch.setattr("runtime.model.preprocess", lambda *_: pytest.fail("it is decoded"))
+    monkeypatch.setattr("runtime.pictures.preprocess", lambda *_: pytest.fail("it is decoded"))
     talk.take(f"/image {(path := saved_image(tmp_path, 0))}")
     assert talk.images == [str(path)]
     path.write_bytes(path.read_bytes()[:20])

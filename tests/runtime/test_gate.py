@@ -12,17 +12,28 @@ import pytest
 
 import runtime
 from engines.gate import Adaptive, Fallback, Gate
-from engines.manifest import Bucket, Level, Shortened
+from engines.manifest import Bucket, Level, Shortened, View
 from runtime import gate
 from runtime.gate import VisualGate, memory_pressure
+from tests.layouts import plain
 from tests.runtime.asking import Recorder, ask, ids_of, patchy
 
 BUCKETS = [Bucket(40, [4], 8, 2, "p", "d", "c"), Bucket(60, [4], 8, 2, "p", "d", "c")]
 
 
-def visual_gate(adaptive: Adaptive | None) -> VisualGate:
+LAYOUT = plain(1, 1, 10)
+
+
+class OneSize(VisualGate):
     """Of a model with 10 tokens an image."""
-    return VisualGate(Level({}, [1], 99, adaptive.counts[-1] if adaptive else 7, "v", BUCKETS, adaptive), 10)
+
+    def counts_of(self, seen: list[dict[str, np.ndarray]], text: int) -> list[int]:
+        return self.counts(seen, [LAYOUT] * len(seen), text)
+
+
+def visual_gate(adaptive: Adaptive | None, buckets: list[Bucket] = BUCKETS) -> OneSize:
+    view = View("v", adaptive.counts[-1] if adaptive else 7, adaptive)
+    return OneSize(Level({}, [1], 99, {LAYOUT.name: view}, buckets))
 
 
 def seen(*curves: list[float], entropy: float = 1.0) -> list[dict[str, np.ndarray]]:
@@ -39,25 +50,25 @@ SLOW, FAST = [k / 10 for k in range(1, 11)], [0.8 + k / 50 for k in range(1, 11)
 
 def test_the_smallest_count_that_covers_enough() -> None:
     chooser = visual_gate(Adaptive([2, 5, 10], coverage=0.5))
-    assert chooser.counts(seen(SLOW, FAST), 8) == [5, 2]
-    assert visual_gate(Adaptive([2, 5, 10], coverage=0.51)).counts(seen(SLOW, FAST), 8) == [10, 2]
-    assert visual_gate(Adaptive([2, 5], coverage=1.0)).counts(seen(SLOW[:5], FAST[:5]), 8) == [5, 5]
-    assert chooser.counts([], 8) == []
+    assert chooser.counts_of(seen(SLOW, FAST), 8) == [5, 2]
+    assert visual_gate(Adaptive([2, 5, 10], coverage=0.51)).counts_of(seen(SLOW, FAST), 8) == [10, 2]
+    assert visual_gate(Adaptive([2, 5], coverage=1.0)).counts_of(seen(SLOW[:5], FAST[:5]), 8) == [5, 5]
+    assert chooser.counts_of([], 8) == []
 
 
 def test_a_level_that_is_not_adaptive_keeps_what_the_graph_returns() -> None:
-    assert visual_gate(None).counts([{}, {}], 8) == [7, 7]
+    assert visual_gate(None).counts_of([{}, {}], 8) == [7, 7]
 
 
 def test_the_gate_keeps_at_least_what_its_rate_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = visual_gate(Adaptive([2, 3, 6, 8, 10], gate=Gate(base=0.8)))
     pressures(monkeypatch, 0.0, 0.5, 1.0)
-    got = [chooser.counts(seen(SLOW, entropy=1.0), 8)[0] for _ in range(3)]
+    got = [chooser.counts_of(seen(SLOW, entropy=1.0), 8)[0] for _ in range(3)]
     assert got == [8, 6, 6]  # 1 - rate is 0.8, 0.6 and 0.4
     pressures(monkeypatch, 1.0, 1.0)
-    assert chooser.counts(seen(SLOW, entropy=0.0), 8) == [3]  # 0.3: the most that a gate drops
+    assert chooser.counts_of(seen(SLOW, entropy=0.0), 8) == [3]  # 0.3: the most that a gate drops
     pressures(monkeypatch, 0.0)
-    assert chooser.counts(seen(FAST, entropy=1.0), 8) == [8]  # though 5 would cover enough: it drops no more than 0.2
+    assert chooser.counts_of(seen(FAST, entropy=1.0), 8) == [8]  # 5 would cover enough; it drops 0.2 at most
 
 
 def test_hysteresis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +80,7 @@ def test_hysteresis(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = visual_gate(Adaptive([*range(1, 11)], gate=knobs))
     pressures(monkeypatch, *course)
     for was_heavy, pressure in zip(heavy, counted, strict=True):
-        got = chooser.counts(seen(SLOW, entropy=0.5), 8)[0]
+        got = chooser.counts_of(seen(SLOW, entropy=0.5), 8)[0]
         assert chooser.heavy is was_heavy
         assert got == next(n for n in range(1, 11) if n >= 10 * (1 - knobs.rate(pressure, 0.5)) - 1e-6)
 
@@ -80,33 +91,33 @@ def test_the_fallback_softens_the_gate_and_decides_alone_without_it(monkeypatch:
     for fallback, together, alone in ((hard, 6, 6), (easy, 4, 3)):  # rates 0.4 and 0.75; the gate's is 0.6
         pressures(monkeypatch, 1.0)
         adaptive = Adaptive(counts, gate=Gate(base=0.4), fallback=fallback)
-        assert visual_gate(adaptive).counts(seen(SLOW, entropy=0.5), 8) == [together]
-        assert visual_gate(Adaptive(counts, fallback=fallback)).counts(seen(SLOW), 8) == [alone]
+        assert visual_gate(adaptive).counts_of(seen(SLOW, entropy=0.5), 8) == [together]
+        assert visual_gate(Adaptive(counts, fallback=fallback)).counts_of(seen(SLOW), 8) == [alone]
 
 
 def test_a_quota_gives_more_to_the_image_that_is_hard_to_cover() -> None:
-    assert visual_gate(Adaptive([10], quota=0.5)).counts(seen(SLOW, FAST), 8) == [9, 1]
-    assert visual_gate(Adaptive([10], quota=0.5, floor=3)).counts(seen(SLOW, FAST), 8) == [7, 3]
-    assert visual_gate(Adaptive([10], quota=0.5)).counts(seen(SLOW, SLOW), 8) == [5, 5]
+    assert visual_gate(Adaptive([10], quota=0.5)).counts_of(seen(SLOW, FAST), 8) == [9, 1]
+    assert visual_gate(Adaptive([10], quota=0.5, floor=3)).counts_of(seen(SLOW, FAST), 8) == [7, 3]
+    assert visual_gate(Adaptive([10], quota=0.5)).counts_of(seen(SLOW, SLOW), 8) == [5, 5]
 
 
 def test_a_quota_takes_no_more_than_covers_enough() -> None:
     chooser = visual_gate(Adaptive([2, 5, 10], coverage=0.5, floor=2, quota=1.0))
-    assert chooser.counts(seen(SLOW, FAST), 8) == [5, 2]
+    assert chooser.counts_of(seen(SLOW, FAST), 8) == [5, 2]
 
 
 def test_a_quota_shrinks_the_images_to_the_room_of_the_longest_bucket() -> None:
     chooser = visual_gate(Adaptive([10], quota=1.0))
-    assert chooser.counts(seen(SLOW, SLOW, SLOW), 30) == [10, 10, 10]
-    assert chooser.counts(seen(SLOW, SLOW, SLOW), 40) == [7, 7, 6]
-    assert chooser.counts(seen(SLOW, SLOW, SLOW), 57) == [1, 1, 1]
+    assert chooser.counts_of(seen(SLOW, SLOW, SLOW), 30) == [10, 10, 10]
+    assert chooser.counts_of(seen(SLOW, SLOW, SLOW), 40) == [7, 7, 6]
+    assert chooser.counts_of(seen(SLOW, SLOW, SLOW), 57) == [1, 1, 1]
 
 
 def test_the_room_is_that_of_prompts_that_the_level_can_shorten() -> None:
     short = [dataclasses.replace(bucket, shortened=Shortened(36, 30)) for bucket in BUCKETS]
-    chooser = VisualGate(Level({}, [1], 99, 10, "v", short, Adaptive([10], quota=1.0)), 10)
-    assert chooser.counts(seen(SLOW, SLOW, SLOW), 30) == [10, 10, 10]
-    assert chooser.counts(seen(SLOW, SLOW, SLOW), 31) == [2, 2, 1]  # 36: no longer prompt with so much text
+    chooser = visual_gate(Adaptive([10], quota=1.0), short)
+    assert chooser.counts_of(seen(SLOW, SLOW, SLOW), 30) == [10, 10, 10]
+    assert chooser.counts_of(seen(SLOW, SLOW, SLOW), 31) == [2, 2, 1]  # 36: no longer prompt with so much text
 
 
 QUESTION = "red red red red red"

@@ -77,5 +77,6 @@ def test_patches_of_an_answer(bundle_path: Path, recorder: Recorder, level: str)
 
 
 def test_positions_of_images() -> None:
-    assert image_positions([1, 4, 7, 4, 4, 9], 4, 3).tolist() == [[1, 2, 3], [5, 6, 7], [8, 9, 10]]
-    assert image_positions([1], 4, 3).shape == (0, 3)
+    places = image_positions([1, 4, 4, 7, 4, 4, 9, 4], [3, 2], 4)  # text stands between the first one's tokens
+    assert [own.tolist() for own in places] == [[1, 2, 4], [5, 7]]
+    assert image_positions([1], [], 4) == []

@@ -14,20 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tokenizers import Tokenizer
 
 from engines.bundle import Bucket, Embedding, Level, Model, Shortened
 from engines.errors import UserError
 from runtime.prompt import PromptReader, Rows, choose_bucket, first_part, lay_out, left_pad, question_inputs
+from tests.layouts import plain
 from tests.runtime import toy
 
 ENDS = [5, 6, 7]
+SQUARE = plain(64, 64, 64)
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-vlm"
 
 
 def model(**changes: Any) -> Model:
     values: dict[str, Any] = {
         "model_type": "llava", "num_heads": 1, "kv_heads": [1], "head_dim": 1, "hidden_size": 1,
-        "vocab_size": 128, "image_token_id": 4, "image_tokens": 64, "bos_token_id": 1,
+        "vocab_size": 128, "image_token_id": 4, "placeholder": "<image>", "layouts": [SQUARE], "bos_token_id": 1,
         "eos_token_ids": [2],
     }  # fmt: skip
     values |= changes
@@ -84,7 +87,7 @@ def test_ids_equal_hugging_faces(name: str, tmp_path: Path) -> None:
     expected = processor()(text=text, images=pictures, add_special_tokens=False)["input_ids"][0]
 
     assert ours.text(chat, images) == text
-    rows = lay_out(ours.ids(chat, images), [np.arange(64)] * images, 4, 64)
+    rows = lay_out(ours.ids(chat, [SQUARE] * images), [np.arange(64)] * images, [64] * images, 4)
     assert rows.ids.tolist() == list(expected)
     assert rows.positions.tolist() == list(range(len(expected)))
     assert rows.total == len(expected)
@@ -98,13 +101,12 @@ def test_their_own_tokenizing_of_a_chat_adds_nothing(tmp_path: Path) -> None:
     expected = processor().apply_chat_template(
         chat_with_image, add_generation_prompt=True, tokenize=True, return_dict=True
     )["input_ids"][0]
-    rows = lay_out(reader(tmp_path).ids(chat, 1), [np.arange(64)], 4, 64)
-    assert rows.ids.tolist() == list(expected)
+    assert reader(tmp_path).ids(chat, [SQUARE]) == list(expected)
 
 
 def test_plain_question_is_one_message_with_its_images_first(tmp_path: Path) -> None:
     ours = reader(tmp_path)
-    assert ours.ids("is it red", 2) == ours.ids(conversation(2, "is it red"), 2)
+    assert ours.ids("is it red", [SQUARE] * 2) == ours.ids(conversation(2, "is it red"), [SQUARE] * 2)
 
 
 TEMPLATES = {
@@ -162,10 +164,10 @@ def test_special_tokens_are_added_when_told(tmp_path: Path) -> None:
     tokenizer["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<s>", "type_id": 0}})
     tokenizer["post_processor"]["special_tokens"] = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    without = ours.ids("is it red", 0)
-    assert PromptReader(tmp_path, model()).ids("is it red", 0) == without
+    without = ours.ids("is it red", [])
+    assert PromptReader(tmp_path, model()).ids("is it red", []) == without
     (tmp_path / "prompt.json").write_text('{"add_special_tokens": true}')
-    assert PromptReader(tmp_path, model()).ids("is it red", 0) == [1, *without]
+    assert PromptReader(tmp_path, model()).ids("is it red", []) == [1, *without]
 
 
 def test_tokenizers_own_padding_and_truncation_are_off(tmp_path: Path) -> None:
@@ -177,42 +179,103 @@ def test_tokenizers_own_padding_and_truncation_are_off(tmp_path: Path) -> None:
         "pad_token": "<pad>",
     }  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert PromptReader(tmp_path, model()).ids("is it red", 0) == ours.ids("is it red", 0)
+    assert PromptReader(tmp_path, model()).ids("is it red", []) == ours.ids("is it red", [])
 
 
 def test_token_outside_the_vocabulary_is_told(tmp_path: Path) -> None:
     reader(tmp_path)
     with pytest.raises(UserError, match="outside the model's vocabulary of 10"):
-        PromptReader(tmp_path, model(vocab_size=10)).ids("is it red", 0)
+        PromptReader(tmp_path, model(vocab_size=10)).ids("is it red", [])
 
 
-@given(st.lists(st.one_of(st.integers(5, 12), st.sets(st.integers(0, 6), max_size=7).map(sorted)), max_size=12))
-def test_rows_by_definition(items: list[Any]) -> None:
-    """A list of text ids and images (their kept places): positions count all 7 of an image, rows the kept."""
-    ids = [4 if isinstance(item, list) else item for item in items]
-    kept = [np.array(item, np.int32) for item in items if isinstance(item, list)]
-    expected, position, images, sentences, before = [], 0, 0, 0, None
+TEXT_IDS = st.integers(5, 12)
+PICTURES = st.lists(st.one_of(TEXT_IDS, st.sampled_from(["dropped", "kept"])), min_size=1, max_size=9).filter(
+    lambda parts: "kept" in parts or "dropped" in parts
+)
+
+
+@given(st.lists(st.one_of(TEXT_IDS, PICTURES), max_size=9), st.integers(0, 50))
+def test_rows_by_definition(items: list[Any], start: int) -> None:
+    """Text ids, and images: lists of their tokens, which were kept or dropped, with text of the layout between them."""
+    ids, kept, tokens, expected = list[int](), list[np.ndarray](), list[int](), list[tuple[int, ...]]()
+    sentences, before = 0, None
     for item in items:
+        parts, which, count = item if isinstance(item, list) else [item], [], 0
+        for part in parts:
+            position = start + len(ids)
+            if isinstance(part, str):
+                if part == "kept":
+                    expected.append((4, position, 2, len(kept) + 1))
+                    which.append(count)
+                    before = None
+                ids.append(4)
+                count += 1
+            else:
+                if before is None or (before in ENDS and part not in ENDS):  # a dropped token parts no sentence
+                    sentences += 1
+                expected.append((part, position, 1, sentences))
+                ids.append(part)
+                before = part
         if isinstance(item, list):
-            images += 1
-            expected += [(4, position + place, 2, images) for place in item]
-            position += 7
-            before = None if item else before  # an image of which nothing is kept parts no sentence
-        else:
-            if before is None or (before in ENDS and item not in ENDS):
-                sentences += 1
-            expected.append((item, position, 1, sentences))
-            position += 1
-            before = item
-    rows = lay_out(ids, kept, 4, 7, ENDS)
+            kept.append(np.array(which, np.int32))
+            tokens.append(count)
+    rows = lay_out(ids, kept, tokens, 4, ENDS, start)
     arrays = (rows.ids, rows.positions, rows.kinds, rows.segments)
     assert list(zip(*(array.tolist() for array in arrays), strict=True)) == expected
-    assert rows.total == position
+    assert rows.visual[rows.kinds == 2].tolist() == list(range(sum(map(len, kept))))
+    assert rows.total == start + len(ids)
     assert [array.dtype for array in arrays[1:]] == [np.int32] * 3
 
 
+WIDE = plain(64, 128, 4, text="page <image><image> row <image><image> text")
+
+
+def test_a_layouts_text_stands_for_its_image(tmp_path: Path) -> None:
+    """Each image has the text of its own layout, whatever stands between its tokens."""
+    ours = reader(tmp_path)
+    chat, small = conversation(3, "is it red"), plain(32, 32, 3)
+    encode = ours.tokenizer.encode
+    parts = ours.text(chat, 3).split("<image>")
+    texts = [WIDE.text, small.text, WIDE.text]
+    whole = parts[0] + "".join(text + part for text, part in zip(texts, parts[1:], strict=True))
+    ids = ours.ids(chat, [WIDE, small, WIDE])
+    assert ids == encode(whole, add_special_tokens=False).ids
+    assert ids.count(4) == 4 + 3 + 4
+    page, row, text = (encode(word, add_special_tokens=False).ids for word in ("page", "row", "text"))
+    begin = ids.index(4) - len(page)
+    assert ids[begin : begin + 4 + len(page + row + text)] == [*page, 4, 4, *row, 4, 4, *text]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("what is <image>", "2 image placeholders, but 1 image was given"),
+        ("what is <soft>", "the messages have '<soft>' in a text, which stands for a part of an image only"),
+    ],
+)
+def test_a_text_that_holds_a_placeholder_or_an_image_token_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    """The two differ in some models: `<image>` is written by the template, `<soft>` stands for each visual token."""
+    reader(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<soft>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (soft,) = tokenizer.encode("<soft>", add_special_tokens=False).ids
+    layout = plain(64, 64, 2, text="<image><soft><soft>")
+    ours = PromptReader(tmp_path, model(vocab_size=1000, image_token_id=soft, layouts=[layout]))
+    assert ours.ids("what is it", [layout]).count(soft) == 2
+    with pytest.raises(UserError, match=message):
+        ours.ids(text, [layout])
+
+
+def test_a_layout_whose_text_is_not_the_tokenizers_is_told(tmp_path: Path) -> None:
+    reader(tmp_path)
+    wrong = plain(64, 64, 3, text="<image><image>")
+    with pytest.raises(UserError, match="the text of layout 64x64 has 2 image tokens, not 3: its tokenizer and"):
+        PromptReader(tmp_path, model(layouts=[wrong]))
+
+
 def test_first_row_after_the_images() -> None:
-    rows = lay_out([1, 4, 7, 4, 8, 9], [np.array([0, 2]), np.array([1])], 4, 3)
+    rows = lay_out([1, 4, 4, 4, 7, 4, 4, 4, 8, 9], [np.array([0, 2]), np.array([1])], [3, 3], 4)
     assert rows.after_images == 5  # 1 I I 7 I | 8 9
     assert rows[5:].positions.tolist() == [8, 9]
 
@@ -242,7 +305,7 @@ def test_question_is_the_last_tokens_padded_on_the_left(ids: list[int], rows: li
 
 def test_bucket_choice_does_not_trust_the_order() -> None:
     buckets = [Bucket(length, [1], 2, 1, "p", "d", "") for length in (64, 16, 32)]
-    level = Level({}, [1], 99, 4, "v", buckets)
+    level = Level({}, [1], 99, {}, buckets)
     assert [choose_bucket(n, n, level).length for n in (1, 16, 17, 33, 64)] == [16, 16, 32, 64, 64]
     assert choose_bucket(65, 65, level).length == 64  # the window takes one token more
     with pytest.raises(
@@ -256,7 +319,7 @@ def test_bucket_choice_does_not_trust_the_order() -> None:
 def test_a_prompt_with_more_text_than_can_be_kept_moves_on_or_is_refused() -> None:
     short = {32: Shortened(16, 12), 64: Shortened(40, 30)}
     buckets = [Bucket(length, [1], 2, 1, "p", "d", "", short[length]) for length in short]
-    level = Level({}, [1], 99, 4, "v", buckets)
+    level = Level({}, [1], 99, {}, buckets)
     # (tokens, text) -> length: no more tokens than S' always fit, and of longer prompts those with little text
     cases = {(16, 16): 32, (17, 12): 32, (17, 13): 64, (32, 12): 32, (40, 40): 64, (64, 30): 64}
     assert {case: choose_bucket(*case, level).length for case in cases} == cases

@@ -9,6 +9,8 @@ the *last* C tokens before the window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from engines import bundle
-from engines.bundle import Adaptive, Bucket, Embedding, Level, Manifest, Model
+from engines.bundle import Adaptive, Bucket, Embedding, Layout, Level, Manifest, Model, View
 from engines.gate import Fallback, Gate
 from engines.preprocessor import ImagePreprocessor
+from tests.layouts import plain
 from tests.runtime.onnx_builder import Builder
 
 LAYERS, HEADS, HEAD_DIM, HIDDEN, IMAGE_TOKENS, POSITIONS = 2, 2, 4, 8, 4, 120
@@ -65,6 +68,8 @@ LEVELS = {  # level: kept of an image, whether it compacts, [(S, C of each layer
     "loose": (4, False, [(16, [12, 12], 24, 4), (40, [36, 36], 24, 4)]),
     "tight": (2, True, [(16, [8, 6], 8, 4), (40, [10, 12], 8, 4)]),
 }
+SQUARE = plain(8, 8, IMAGE_TOKENS)
+WIDE = plain(8, 16, 8, text="left <image><image><image> right <image><image><image><image><image> big")
 ADAPTIVE = {  # levels with the graphs of "tight", which decide how many of an image's 4 tokens they keep
     "thrifty": Adaptive([1, 2, 4], coverage=0.7),
     "shared": Adaptive([4], floor=1, quota=0.625),
@@ -138,22 +143,22 @@ def _logits(g: Builder, last: str, mixed: list[str]) -> str:
     return g.reshape(total, -1, VOCABULARY)
 
 
-def _vision(kept: int, adaptive: bool = False) -> Builder:
+def _vision(layout: Layout, kept: int, adaptive: bool = False) -> Builder:
     """Means of 4 x 4 patches -> rows; the brightest `kept` of them, in their order.
 
     Adaptive: what the first of them cover is their share of all patches' sigmoid(brightness), and the entropy is the
     sigmoid of the mean brightness; the runtime does not know what they mean.
     """
-    g = Builder()
-    pixels = g.reshape(g.input("pixel_values", "float32", 1, 3, 8, 8), 1, 3, 2, 4, 2, 4)
+    g, rows, columns = Builder(), layout.height // 4, layout.width // 4
+    pixels = g.reshape(g.input("pixel_values", "float32", *layout.pixel_values), 1, 3, rows, 4, columns, 4)
     means = g("ReduceMean", pixels, g.const([3, 5]), keepdims=0)
-    patches = g("Transpose", g.reshape(means, 1, 3, IMAGE_TOKENS), perm=[0, 2, 1])
+    patches = g("Transpose", g.reshape(means, 1, 3, layout.tokens), perm=[0, 2, 1])
     brightness = g("ReduceSum", patches, g.const([2]), keepdims=0)
     bright, best = g.top(brightness, kept, largest=1)
     ascending, rank = g.top(g.cast(best, "float32"), kept, largest=0)
     index = g.cast(ascending, "int64")
-    rows = g("MatMul", g("Gather", g("Squeeze", patches, g.const([0])), index), g.const(WEIGHTS["vision"]))
-    g.output("visual_tokens", rows, "float32", 1, kept, HIDDEN)
+    made = g("MatMul", g("Gather", g("Squeeze", patches, g.const([0])), index), g.const(WEIGHTS["vision"]))
+    g.output("visual_tokens", made, "float32", 1, kept, HIDDEN)
     g.output("kept", g.cast(index, "int32"), "int32", 1, kept)
     if adaptive:
         total = g("ReduceSum", g("Sigmoid", brightness), g.const([1]), keepdims=1)
@@ -342,14 +347,23 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def build(out: Path, unknown: str | None = None, batch: int = 1) -> Path:
+def scaled(adaptive: Adaptive, layout: Layout) -> Adaptive:
+    """The same for pictures of another size: twice the counts for twice the tokens."""
+    times = layout.tokens // IMAGE_TOKENS
+    return replace(adaptive, counts=[n * times for n in adaptive.counts], floor=adaptive.floor * times)
+
+
+def build(out: Path, unknown: str | None = None, batch: int = 1, layouts: Sequence[Layout] = (SQUARE,)) -> Path:
     """Write the toy bundle; level tight names `unknown` for questions that come later."""
     with bundle.writing(out) as folder:
         graphs: dict[str, bundle.Graph] = {}
         levels: dict[str, Level] = {}
         for level, (kept, compacts, sizes) in LEVELS.items():
-            vision = f"vision_{level}"
-            graphs[vision] = _vision(kept).save(folder / f"{vision}.onnx", "vision")
+            views = {}
+            for layout in layouts:
+                vision, count = f"vision_{level}" + f"_{layout.name}" * (layout != SQUARE), kept * layout.tokens // 4
+                graphs[vision] = _vision(layout, count).save(folder / f"{vision}.onnx", "vision")
+                views[layout.name] = View(vision, count)
             buckets = []
             for length, capacities, window, recent in sizes:
                 names: dict[str, Any] = {kind: f"{kind}_{level}_{length}" for kind in ("prefill", "decode", "compact")}
@@ -367,12 +381,14 @@ def build(out: Path, unknown: str | None = None, batch: int = 1) -> Path:
                     graphs[name] = _decode(bucket, batch).save(folder / f"{name}.onnx", "decode")
                 buckets.append(bucket)
             later = unknown if level == "tight" else None
-            levels[level] = Level({"name": level}, KV_HEADS, POSITIONS, kept, vision, buckets, unknown=later)
-        graphs["vision_all"] = _vision(IMAGE_TOKENS, adaptive=True).save(folder / "vision_all.onnx", "vision")
+            levels[level] = Level({"name": level}, KV_HEADS, POSITIONS, views, buckets, unknown=later)
+        every = {layout.name: "vision_all" + f"_{layout.name}" * (layout != SQUARE) for layout in layouts}
+        for layout in layouts:
+            vision = every[layout.name]
+            graphs[vision] = _vision(layout, layout.tokens, adaptive=True).save(folder / f"{vision}.onnx", "vision")
         for level, adaptive in ADAPTIVE.items():
-            levels[level] = Level(
-                {"name": level}, KV_HEADS, POSITIONS, IMAGE_TOKENS, "vision_all", levels["tight"].buckets, adaptive
-            )
+            views = {each.name: View(every[each.name], each.tokens, scaled(adaptive, each)) for each in layouts}
+            levels[level] = Level({"name": level}, KV_HEADS, POSITIONS, views, levels["tight"].buckets)
         table = WEIGHTS["embedding"]
         (folder / bundle.WEIGHTS).write_bytes(bytes(EMBEDDING_OFFSET) + table.tobytes())
         _tokenizer().save(str(folder / "tokenizer.json"))
@@ -390,7 +406,8 @@ def build(out: Path, unknown: str | None = None, batch: int = 1) -> Path:
             hidden_size=HIDDEN,
             vocab_size=VOCABULARY,
             image_token_id=IMAGE,
-            image_tokens=IMAGE_TOKENS,
+            placeholder="<image>",
+            layouts=[*layouts],
             bos_token_id=1,
             eos_token_ids=[END],
             embedding=Embedding(EMBEDDING_OFFSET, "float32", list(table.shape)),

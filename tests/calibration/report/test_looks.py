@@ -56,7 +56,7 @@ def test_attention_on_patches_is_hugging_faces(
     sample = known[number]
     seen = looks.look(checkpoint, sample)
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
-    inputs = model_inputs(checkpoint.processor, sample)
+    inputs = model_inputs(checkpoint, sample)
     answer = checkpoint.processor.tokenizer.convert_tokens_to_ids(sample.answer.split())
     ids = torch.cat([inputs["input_ids"], torch.tensor([answer])], dim=1)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_a_selector_keeps_the_patches_that_its_stage_chooses(
     seen, method = looks.look(checkpoint, known[1]), looks.selectors()[name]
     kept = looks.selected(checkpoint, seen, method, 0.25)
     assert kept.sum() == N / 4
-    features = checkpoint.encoder(model_inputs(checkpoint.processor, known[1])["pixel_values"])
+    features = checkpoint.encoder(model_inputs(checkpoint, known[1])["pixel_values"])
     stage, asked = method(keep=0.25), seen.prompt.embeddings[int(seen.places[-1]) + 1 :][None]
     chosen = stage(features, asked, torch.ones(asked.shape[:2])) if stage.needs_question else stage(features)
     assert np.flatnonzero(kept).tolist() == chosen[0].tolist()

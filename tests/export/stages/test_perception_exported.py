@@ -34,7 +34,7 @@ QUESTIONS = ["what color is the shape ?", "how many digits ?", "is there a circl
 @pytest.mark.parametrize("method", METHODS)
 def test_the_exported_vision_graph_passes(checkpoint: Checkpoint, tmp_path: Path, method: str) -> None:
     recipe = tiny.recipe(perception={"method": method, "keep": 0.4})
-    module = Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size).eval()
+    module = Vision(checkpoint.encoder, recipe, checkpoint.layouts[0]).eval()
     with WeightFile(tmp_path) as weights:
         graph = export(module, "vision", weights)
     guided = method in ("coverage", "attention")
@@ -55,7 +55,7 @@ def test_the_exported_vision_graph_passes(checkpoint: Checkpoint, tmp_path: Path
 @pytest.mark.parametrize("method", METHODS)
 def test_the_exported_adaptive_graph_passes(checkpoint: Checkpoint, tmp_path: Path, method: str, keep: float) -> None:
     recipe = tiny.recipe(perception={"method": method, "keep": keep, "buckets": [0.25]})
-    module = Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size).eval()
+    module = Vision(checkpoint.encoder, recipe, checkpoint.layouts[0]).eval()
     with WeightFile(tmp_path) as weights:
         graph = export(module, "vision", weights)
     kept = round(keep * tiny.IMAGE_TOKENS)
@@ -83,7 +83,7 @@ LAYERS: dict[str, Any] = {"method": "attention", "keep": 0.4, "layers": [0, 1], 
 
 def looking(checkpoint: Checkpoint, **knobs: Any) -> Vision:
     recipe = tiny.recipe(perception={**LAYERS, **knobs})
-    return Vision(checkpoint.encoder, recipe, *checkpoint.pixel_size, checkpoint.decoder).eval()
+    return Vision(checkpoint.encoder, recipe, checkpoint.layouts[0], checkpoint.decoder).eval()
 
 
 @pytest.mark.parametrize("words", [1, 5, 32])
@@ -158,7 +158,7 @@ def test_a_near_tie_is_no_error_of_the_export(other: int, message: str) -> None:
 
 
 def test_a_guided_level_that_keeps_everything_takes_no_question(checkpoint: Checkpoint) -> None:
-    vision = Vision(checkpoint.encoder, tiny.recipe(perception={"method": "coverage"}), *checkpoint.pixel_size)
+    vision = Vision(checkpoint.encoder, tiny.recipe(perception={"method": "coverage"}), checkpoint.layouts[0])
     assert list(vision.inputs) == ["pixel_values"]
 
 
@@ -178,14 +178,17 @@ def test_levels_share_a_vision_graph_if_they_choose_alike(checkpoint: Checkpoint
     levels, makers = plan_levels(
         checkpoint, recipes, {name: [64] for name in recipes}, {name: Prepared(checkpoint.decoder) for name in recipes}
     )
-    assert [level.vision for level in levels.values()] == [
-        "vision_16", "vision_16", "half.vision_8", "half_too.vision_8", "half.vision_8", "cover.vision_8",
-        "cover_more.vision_8", "shared.vision_16",
+    size = checkpoint.layouts[0].name
+    views = {name: level.views[size] for name, level in levels.items()}
+    assert [view.vision.removesuffix(size) for view in views.values()] == [
+        "vision_", "vision_", "half.vision_", "half_too.vision_", "half.vision_", "cover.vision_",
+        "cover_more.vision_", "shared.vision_",
     ]  # fmt: skip
-    assert levels["shared"].adaptive == Adaptive([16], 0.9, 1, 0.5)
-    assert levels["half"].adaptive is None
-    for name, level in levels.items():
-        vision = makers[level.vision]()
+    assert [view.tokens for view in views.values()] == [16, 16, 8, 8, 8, 8, 8, 16]
+    assert views["shared"].adaptive == Adaptive([16], 0.9, 1, 0.5)
+    assert views["half"].adaptive is None
+    for name, view in views.items():
+        vision = makers[view.vision]()
         assert isinstance(vision, Vision)
         assert (vision.perception.keep, vision.perception.method) == (
             recipes[name].perception.keep,
@@ -261,7 +264,8 @@ def test_a_built_adaptive_bundle_shares_its_tokens_out(
 
     vlm = runtime.open(once(tmp_path_factory, "adaptive-bundle", make), threads=1)
     level = vlm.bundle.manifest.levels["adaptive"]
-    assert level.adaptive == Adaptive([4, 8, 16], 0.7, 2, 0.5, None, Fallback(simple=1.0, complex=2.0))
+    (view,) = level.views.values()
+    assert view.adaptive == Adaptive([4, 8, 16], 0.7, 2, 0.5, None, Fallback(simple=1.0, complex=2.0))
     assert level.buckets[-1].length == 48  # two images of 8 tokens each and the words
     stage = Diversity(buckets=(0.25, 0.5))
     pictures = [tiny.picture(0), np.full_like(tiny.picture(0), 90), tiny.picture(1) // 8, tiny.picture(2)]

@@ -165,8 +165,7 @@ def test_statistics_are_those_of_the_stretched_keys(checkpoint: Checkpoint, larg
     assert sorted(tasks) == ["calibrating keys"] * 3 + ["comparing KV heads"]
     with torch.no_grad():
         caches = [
-            larger_base(**samples.model_inputs(checkpoint.processor, sample), use_cache=True).past_key_values
-            for sample in known
+            larger_base(**samples.model_inputs(checkpoint, sample), use_cache=True).past_key_values for sample in known
         ]
     for layer, (plain, far) in enumerate(
         zip(prepared["plain"].statistics or [], prepared["far"].statistics or [], strict=True)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engines.preprocessor import ImagePreprocessor
-from runtime.preprocess import preprocess
+from runtime.preprocess import ORIENTATION, preprocess
 from runtime.server.images import check, region
 from runtime.server.levels import grid
-from tests.layouts import made_by
+from tests.layouts import made_by, plain
 
 SIZES = st.integers(60, 200)
 HOW: dict[str, tuple[dict[str, int] | None, dict[str, int] | None]] = {  # resize and crop
@@ -48,7 +48,7 @@ def test_the_region_is_what_the_model_sees(width: int, height: int, kind: str) -
 
 def test_a_photo_on_its_side_has_the_size_of_the_upright_one() -> None:
     file, exif = io.BytesIO(), Image.Exif()
-    exif[0x0112] = 6
+    exif[ORIENTATION] = 6
     Image.new("RGB", (30, 20)).save(file, "JPEG", exif=exif)
     for upright, size in ((True, (20, 30)), (False, (30, 20))):
         known = check(file.getvalue(), 1000, 1, upright)
@@ -57,10 +57,10 @@ def test_a_photo_on_its_side_has_the_size_of_the_upright_one() -> None:
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 9))
 def test_a_grid_is_of_squares(rows: int, columns: int, edge: int) -> None:
-    assert grid(rows * edge, columns * edge, rows * columns) == (rows, columns)
-    assert grid(rows * edge, columns * edge, rows * columns + 1) != (rows, columns)
+    assert grid(plain(rows * edge, columns * edge, rows * columns)) == (rows, columns)
+    assert grid(plain(rows * edge, columns * edge, rows * columns + 1)) != (rows, columns)
 
 
 def test_what_is_no_grid_of_squares_is_none() -> None:
-    assert grid(336, 336, 577) is None
-    assert grid(64, 64, 10**6) is None
+    assert grid(plain(336, 336, 577)) is None
+    assert grid(plain(64, 64, 10**6)) is None
