@@ -42,7 +42,7 @@ def test_a_level_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def model() -> Any:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128}
+    sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128}
     config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True)
     return LlamaForCausalLM(config).eval()
 
