@@ -21,7 +21,7 @@ from engines.preprocessor import ImagePreprocessor
 from engines.tokens import sentence_ends
 from export.attention import use_hook
 from export.compat import check_transformers
-from export.families import FAMILIES
+from export.families import FAMILIES, MISSING
 from export.graphs import Decoder
 from export.layouts import DO_NOT_FIT, layout, sizes_of
 from export.preprocessors import load_processor
@@ -125,8 +125,11 @@ def load(folder: str | Path, weights: bool = True, sizes: Sequence[tuple[int, in
     path = Path(folder)
     config = _config(path)
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UserError(f"{path}: model type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    supported = sorted(FAMILIES.keys() - MISSING)
+    if not isinstance(model_type, str) or model_type not in supported:
+        lacks = MISSING.get(str(model_type))
+        why = f": it has {lacks}" if lacks else ""
+        raise UserError(f"{path}: model type {model_type!r} is not supported{why}; supported: {', '.join(supported)}")
     check_transformers()
     model = _model(path) if weights else _skeleton(path)
     family = FAMILIES[model_type]

@@ -2,8 +2,41 @@
 
 from __future__ import annotations
 
-from export.families.family import Family
-from export.families.llava import LLAVA
+from functools import partial
 
-FAMILIES: dict[str, Family] = {"llava": LLAVA}
+from export.families.family import Family, decoder
+from export.families.features import Mistral3, Tiles, features, llava, packed
+from export.families.patches import Patches, Windows
+
+FAMILIES: dict[str, Family] = {
+    "aya_vision": Family(features, decoder),
+    "gemma3": Family(features, partial(decoder, block="image")),
+    "glm4v": Family(Patches, decoder),
+    "got_ocr2": Family(features, decoder),
+    "idefics3": Family(Tiles, decoder),
+    "internvl": Family(features, decoder),
+    "llava": Family(llava, decoder),
+    "llava_next": Family(packed, decoder),
+    "llava_onevision": Family(packed, decoder),
+    "mistral3": Family(Mistral3, decoder),
+    "paligemma": Family(features, partial(decoder, block="prompt", first_position=1)),
+    "qwen2_5_vl": Family(Windows, decoder),
+    "qwen2_vl": Family(Patches, decoder),
+    "qwen3_vl": Family(Patches, decoder),
+    "smolvlm": Family(Tiles, decoder),
+}
 """Hugging Face's `model_type` -> how such a model is taken apart."""
+
+MROPE = "rotary positions with three axes (M-RoPE), which the runtime does not count yet"
+STATE = "which keep a state that is no KV cache"
+MISSING: dict[str, str] = {
+    "florence2": "a decoder that reads what an encoder of text gives (cross-attention)",
+    "glm4v": MROPE,
+    "lfm2_vl": f"layers that convolve, {STATE}",
+    "mllama": "layers that read the image by cross-attention",
+    "qwen2_5_vl": MROPE,
+    "qwen2_vl": MROPE,
+    "qwen3_5": f"layers of linear attention, {STATE}",
+    "qwen3_vl": f"{MROPE}, and visual features that enter behind the decoder's first layers (DeepStack)",
+}
+"""`model_type` -> what such a model has that is not supported."""

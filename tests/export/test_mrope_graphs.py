@@ -17,7 +17,7 @@ from calibration.evaluate import Prompt
 from engines.errors import UserError
 from engines.ort import OrtSession
 from export.attention import use_hook
-from export.families import llava
+from export.families import FAMILIES
 from export.graphs import Decoder, Extend, Prefill, State
 from export.mrope import mrope_of
 from export.stages.importance.importance import Observation
@@ -27,7 +27,7 @@ from export.verify import largest_error
 from tests.export import tiny, zoo
 from tests.export.tiny import Driver
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
+NAMES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
 STEPS = 64
 GRIDS = [[1, 4, 6], [1, 2, 4], [1, 8, 2]]  # 6, 2 and 4 visual tokens
 WHOLE = {"window": {"least": 80, "most": 80, "recent": 0.05, "compact": False, "chunk": 12}}
@@ -36,7 +36,7 @@ TOLERANCE = 2e-4
 
 @cache
 def decoder(family: str) -> Decoder:
-    found = llava.decoder(zoo.model(family))
+    found = FAMILIES[family].decoder(zoo.model(family))
     use_hook(found.language_model)
     return found
 
@@ -128,7 +128,7 @@ def close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, atol=TOLERANCE * float(wanted.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_prefill_and_64_steps_are_hugging_faces(family: str) -> None:
     """Two prompts at once, of different lengths: each row has RoPE positions of its own."""
     asked = [Asked(family, GRIDS[:2]), Asked(family, GRIDS[2:], seed=1, text=4)]
@@ -139,7 +139,7 @@ def test_prefill_and_64_steps_are_hugging_faces(family: str) -> None:
         close(logits[row], each.told(family, torch.arange(len(each.prompt)), fed[row].tolist()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_pruned_tokens_keep_their_position_ids(family: str) -> None:
     """As Hugging Face reads the same kept tokens with the ids that they had among all."""
     asked, rng = Asked(family, GRIDS, seed=2), np.random.default_rng(0)
@@ -150,7 +150,7 @@ def test_pruned_tokens_keep_their_position_ids(family: str) -> None:
     close(logits, asked.told(family, rows, fed[0].tolist()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_an_image_may_come_behind_prefill(family: str) -> None:
     """Extend reads the rest of a prompt, an image among it, as prefill would have."""
     asked, whole = Asked(family, GRIDS[:2], seed=3), torch.arange
