@@ -24,7 +24,7 @@ from export.compat import check_transformers
 from export.families import FAMILIES, MISSING
 from export.graphs import Decoder
 from export.layouts import DO_NOT_FIT, layout, sizes_of
-from export.preprocessors import load_processor
+from export.preprocessors import load_processor, settings
 from export.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def load(folder: str | Path, weights: bool = True, sizes: Sequence[tuple[int, in
     processor = _processor(path)
     use_hook(decoder.language_model)
     try:
-        preprocessor = _preprocessor(path, processor.image_processor)
+        preprocessor = settings(processor)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its image processor is not supported: {one_line(error)}") from error
     image_token_id = model.config.image_token_id
@@ -230,22 +230,6 @@ def _processor(path: Path) -> Any:
             return load_processor(path)
         except Exception as error:
             raise UserError(f"{path}: its processor cannot be loaded: {one_line(error)[:300]}") from error
-
-
-def _preprocessor(path: Path, processor: Any) -> ImagePreprocessor:
-    """The image processor's settings as the runtime's dataclass."""
-
-    def sizes(value: Any) -> dict[str, int] | None:
-        return {k: int(v) for k, v in dict(value).items() if v is not None} if value else None
-
-    return ImagePreprocessor(
-        resize=sizes(processor.size) if processor.do_resize else None,
-        resample=int(processor.resample),
-        crop=sizes(processor.crop_size) if getattr(processor, "do_center_crop", False) else None,
-        rescale=float(processor.rescale_factor) if processor.do_rescale else 1.0,
-        mean=[float(v) for v in processor.image_mean] if processor.do_normalize else [0.0] * 3,
-        std=[float(v) for v in processor.image_std] if processor.do_normalize else [1.0] * 3,
-    )
 
 
 @contextlib.contextmanager

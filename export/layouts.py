@@ -17,13 +17,13 @@ DO_NOT_FIT = "image token, chat template or patch size of the processor do not f
 
 
 def sizes_of(path: Path, preprocessor: ImagePreprocessor, asked: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Heights and widths of the layouts to make.
+    """Heights and widths of the layouts to make: what the processor's own rule brings pictures of those sizes to.
 
     Raises:
         UserError: the checkpoint's processor makes one size of every picture, and another one is asked for.
     """
     if (fixed := preprocessor.fixed_size) is None:
-        return list(dict.fromkeys(asked)) or [(SIDE, SIDE)]
+        return list(dict.fromkeys(preprocessor.kind.target(*size) for size in asked or [(SIDE, SIDE)]))
     if other := [size for size in asked if size != fixed]:
         (height, width), (own_height, own_width) = other[0], fixed
         raise UserError(

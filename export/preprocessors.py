@@ -1,4 +1,4 @@
-"""A checkpoint's processor, which is loaded without torchvision."""
+"""A checkpoint's processor, loaded without torchvision, and what the runtime must know of its image processor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from engines.preprocessor import AnyRes, Grid, ImagePreprocessor, Kind, LongestEdge, Patches, Plain, Split
 
 VIDEO = "video_processor"
 CONFIGS = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")  # any may name the class
@@ -68,3 +70,57 @@ def _class_name(path: Path) -> str | None:
         if file.is_file() and (name := json.loads(file.read_text()).get("processor_class")):
             return str(name)
     return PROCESSOR_MAPPING_NAMES.get(json.loads((path / "config.json").read_text()).get("model_type"))
+
+
+def settings(processor: Any) -> ImagePreprocessor:
+    """The settings of the processor's image processor.
+
+    Raises:
+        ValueError: it is of no known kind, or does what the runtime does not.
+    """
+    images = processor.image_processor
+    return ImagePreprocessor(
+        kind=_kind(processor, images),
+        resample=int(images.resample),
+        rescale=float(images.rescale_factor) if images.do_rescale else 1.0,
+        mean=[float(v) for v in images.image_mean] if images.do_normalize else [0.0] * 3,
+        std=[float(v) for v in images.image_std] if images.do_normalize else [1.0] * 3,
+    )
+
+
+def _kind(processor: Any, images: Any) -> Kind:
+    name = type(images).__name__.removesuffix("Pil").removesuffix("Fast").removesuffix("ImageProcessor")
+    size = _given(images.size)
+    if name not in KINDS:
+        raise ValueError(f"{type(images).__name__} is none of {', '.join(known + 'ImageProcessor' for known in KINDS)}")
+    if name in PLAIN or (name == "GotOcr2" and not (images.crop_to_patches and images.max_patches > 1)):
+        if getattr(images, "do_pan_and_scan", False) or (name == "Llava" and images.do_pad):
+            raise ValueError("pan and scan (do_pan_and_scan) and padding to a square (do_pad) are not supported")
+        crops = getattr(images, "do_center_crop", False)
+        return Plain(size if images.do_resize else None, _given(images.crop_size) if crops else None)
+    if not images.do_resize:
+        raise ValueError(f"{type(images).__name__} with do_resize off")
+    if name == "GotOcr2":
+        return Grid(size["height"], size["width"], images.min_patches, images.max_patches)
+    if name in ("Idefics3", "SmolVLM"):
+        tile = _given(images.max_image_size)["longest_edge"]
+        return Split(size["longest_edge"], tile, bool(images.do_image_splitting))
+    if name == "Pixtral":
+        most = size.get("longest_edge", 0)
+        multiple = processor.patch_size * processor.spatial_merge_size  # which is handed to the image processor
+        return LongestEdge(most or size["height"], most or size["width"], multiple)
+    if name in ("Qwen2VL", "Glm4v"):
+        patch, merge, temporal = images.patch_size, images.merge_size, images.temporal_patch_size
+        return Patches(patch, merge, temporal, size["shortest_edge"], size["longest_edge"], clip=name == "Glm4v")
+    edges = {*size.values(), *(_given(images.crop_size).values() if images.do_center_crop else ())}
+    if len(edges) != 1:
+        raise ValueError(f"{type(images).__name__}: its tiles must be squares of one size, got {sorted(edges)}")
+    return AnyRes(edges.pop(), [[int(edge) for edge in size] for size in images.image_grid_pinpoints])
+
+
+PLAIN = ("CLIP", "Siglip", "Gemma3", "Llava")
+KINDS = (*PLAIN, "GotOcr2", "Idefics3", "SmolVLM", "Pixtral", "Qwen2VL", "Glm4v", "LlavaNext", "LlavaOnevision")
+
+
+def _given(size: Any) -> dict[str, int]:
+    return {name: int(value) for name, value in dict(size).items() if value is not None}

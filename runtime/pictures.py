@@ -25,7 +25,9 @@ class Pictures:
         self._settings = ImagePreprocessor.read(bundle.path)
 
     def layouts(self, images: Sequence[ImageSource]) -> list[Layout]:
-        """What each of them is brought to; by their headers, and only where there is a choice.
+        """What each of them is brought to, by their headers: the layout of the size that the model's own rule says.
+
+        Where there is none, the one nearest to that.
 
         Raises:
             UserError: the model takes no images, or one of these is none.
@@ -33,7 +35,9 @@ class Pictures:
         known = self._known
         if images and not known:
             raise UserError(f"{self._bundle.path} is of a model that takes no images: ask it without")
-        return [known[0] if len(known) == 1 else choose_layout(*measure(image), known) for image in images]
+        if len(known) == 1:
+            return [known[0] for _ in images]
+        return [choose_layout(*self._settings.kind.target(*measure(image)), known) for image in images]
 
     def decoding(self, images: Sequence[ImageSource], layouts: Sequence[Layout]) -> int:
         """Bytes that decoding them takes at most; one after another."""

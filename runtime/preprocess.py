@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ import numpy as np
 
 from engines.errors import UserError, one_line
 from engines.layout import Layout
-from engines.preprocessor import ImagePreprocessor
+from engines.preprocessor import AnyRes, Grid, ImagePreprocessor, Patches, Plain, Size, Split, fitted
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
@@ -59,7 +59,7 @@ def load_rgb(source: ImageSource) -> np.ndarray:
     raise UserError(f"image must be a path, bytes, a PIL image or an array, got {type(source).__name__}")
 
 
-def measure(source: ImageSource) -> tuple[int, int]:
+def measure(source: ImageSource) -> Size:
     """Height and width of what `load_rgb` makes of it; by the image's header, nothing is decoded.
 
     Raises:
@@ -77,7 +77,7 @@ def measure(source: ImageSource) -> tuple[int, int]:
         return upright_size(image)
 
 
-def upright_size(image: PILImage) -> tuple[int, int]:
+def upright_size(image: PILImage) -> Size:
     """Height and width of an image file once it is turned upright, before it is decoded."""
     from PIL import Image
 
@@ -94,8 +94,9 @@ def decoding_bytes(source: ImageSource, settings: ImagePreprocessor, layout: Lay
     """
     height, width = measure(source)
     each = COMPOSITING if isinstance(source, np.ndarray) else DECODING
-    new_height, new_width = _resized(height, width, settings.resize, layout) if settings.resize else (0, 0)
-    return each * height * width + DECODING * new_height * new_width
+    resized = max(map(prod, _steps(height, width, settings, layout)), default=0)
+    cut = prod(layout.pixel_values) // 3  # what is cut from it has so many pixels
+    return each * height * width + DECODING * (resized + cut)
 
 
 def _file_rgb(path: Path) -> np.ndarray:
@@ -194,39 +195,91 @@ def _not_empty(pixels: np.ndarray) -> np.ndarray:
     return pixels
 
 
-def preprocess(source: ImageSource, settings: ImagePreprocessor, layout: Layout) -> np.ndarray:
-    """Load one image, bring it to the layout, rescale and normalise it.
+def preprocess(source: ImageSource | Sequence[ImageSource], settings: ImagePreprocessor, layout: Layout) -> np.ndarray:
+    """Load one picture, bring it to the layout, cut it, rescale and normalise it.
+
+    Args:
+        source: one picture, or the frames of a video, as many as the layout has; of patches over several frames the
+            last one is repeated where some are missing.
 
     Returns:
-        float32, of the layout's `pixel_values`.
+        float32, of the shape of the layout's `pixel_values` if the settings are those that it was made with.
     """
-    pixels = load_rgb(source)
-    if settings.resize is not None:
-        pixels = _resize(pixels, settings.resize, settings.resample, layout)
-    if settings.crop is not None:
-        pixels = _crop(pixels, settings.crop["height"], settings.crop["width"])
-    scaled = (pixels.astype(np.float64) * settings.rescale).astype(np.float32)
-    normal = (scaled - np.array(settings.mean, np.float32)) / np.array(settings.std, np.float32)
-    return np.ascontiguousarray(normal.transpose(2, 0, 1)[None])
+    frames: list[ImageSource] = [*source] if isinstance(source, list | tuple) else [source]  # type: ignore[list-item]
+    if isinstance(kind := settings.kind, Patches):
+        pictures = np.stack([_resized(load_rgb(frame), settings, layout) for frame in frames])
+        made = _patches(_normal(pictures, settings), kind)
+    else:
+        made = np.concatenate([_normal(_tiles(load_rgb(frame), settings, layout), settings) for frame in frames])
+    return made
 
 
-def _resize(pixels: np.ndarray, size: dict[str, int], resample: int, layout: Layout) -> np.ndarray:
+def _steps(height: int, width: int, settings: ImagePreprocessor, layout: Layout) -> list[Size]:
+    """Sizes that a picture is resized to: by the model's rule, if it leads to the layout."""
+    kind, size = settings.kind, (layout.height, layout.width)
+    if kind.target(height, width) == size:
+        return kind.steps(height, width)
+    return [fitted(height, width, size) if isinstance(kind, AnyRes) else size]
+
+
+def _tiles(pixels: np.ndarray, settings: ImagePreprocessor, layout: Layout) -> np.ndarray:
+    """What is cut from the picture, uint8 [tiles, height, width, 3]."""
+    kind = settings.kind
+    picture = _resized(pixels, settings, layout)
+    if isinstance(kind, AnyRes):
+        canvas = _padded(picture, kind.canvas(layout.height, layout.width))
+        return np.stack([_resize(pixels, kind.tile, settings.resample), *_cut(canvas, kind.tile)])
+    if isinstance(kind, Grid | Split) and picture.shape[:2] != kind.tile:
+        whole = _resize(pixels if isinstance(kind, Grid) else picture, kind.tile, settings.resample)
+        return np.stack([*_cut(picture, kind.tile), whole])
+    return picture[None]
+
+
+def _cut(pixels: np.ndarray, tile: Size) -> np.ndarray:
+    """Row by row, [tiles, height, width, 3]."""
+    rows, columns = (side // edge for side, edge in zip(pixels.shape, tile, strict=False))
+    return pixels.reshape(rows, tile[0], columns, tile[1], 3).swapaxes(1, 2).reshape(-1, *tile, 3)
+
+
+def _patches(frames: np.ndarray, kind: Patches) -> np.ndarray:
+    """Flat patches of [frames, 3, height, width], those that are merged one after another: [patches, values]."""
+    missing = -len(frames) % kind.temporal
+    frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
+    rows, columns = (side // (kind.patch * kind.merge) for side in frames.shape[2:])
+    cut = frames.reshape(-1, kind.temporal, 3, rows, kind.merge, kind.patch, columns, kind.merge, kind.patch)
+    time_row_column, merged, inside = (0, 3, 6), (4, 7), (2, 1, 5, 8)
+    values = 3 * kind.temporal * kind.patch**2
+    return cut.transpose(*time_row_column, *merged, *inside).reshape(-1, values)
+
+
+def _normal(pixels: np.ndarray, settings: ImagePreprocessor) -> np.ndarray:
+    """uint8 [n, height, width, 3] -> float32 [n, 3, height, width]."""
+    levels = np.multiply(pixels, settings.rescale, dtype=np.float64).astype(np.float32)
+    levels -= np.array(settings.mean, np.float32)
+    levels /= np.array(settings.std, np.float32)
+    return np.ascontiguousarray(levels.transpose(0, 3, 1, 2))
+
+
+def _resized(pixels: np.ndarray, settings: ImagePreprocessor, layout: Layout) -> np.ndarray:
+    """In the layout's size: by the model's rule; else padded, if the family pads, or its aspect ratio is not kept."""
+    kind, size = settings.kind, (layout.height, layout.width)
+    height, width = pixels.shape[:2]
+    for step in _steps(height, width, settings, layout):
+        pixels = _resize(pixels, step, settings.resample)
+    if isinstance(kind, Plain) and kind.crop and kind.target(height, width) == size:
+        return _crop(pixels, *size)
+    return _padded(pixels, size)
+
+
+def _resize(pixels: np.ndarray, size: Size, resample: int) -> np.ndarray:
     from PIL import Image
 
-    height, width = pixels.shape[:2]
-    new = _resized(height, width, size, layout)
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and new[0] * new[1] > limit:
-        raise UserError(f"image of {width} x {height} pixels is too narrow: it would be resized to {new[1]} x {new[0]}")
-    return np.array(Image.fromarray(pixels).resize((new[1], new[0]), Image.Resampling(resample)))
-
-
-def _resized(height: int, width: int, size: dict[str, int], layout: Layout) -> tuple[int, int]:
-    """Where the aspect ratio is not kept, the layout's own size."""
-    if edge := size.get("shortest_edge"):
-        long = int(edge * max(height, width) / min(height, width))
-        return (edge, long) if height <= width else (long, edge)
-    return layout.height, layout.width
+    (height, width), limit = pixels.shape[:2], Image.MAX_IMAGE_PIXELS
+    if limit is not None and prod(size) > limit:
+        raise UserError(
+            f"image of {width} x {height} pixels is too narrow: it would be resized to {size[1]} x {size[0]}"
+        )
+    return np.array(Image.fromarray(pixels).resize(size[::-1], Image.Resampling(resample)))
 
 
 def _crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -236,3 +289,9 @@ def _crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     pixels = np.pad(pixels, [(b, m - b) for b, m in zip(before, missing, strict=True)] + [(0, 0)])
     top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
     return pixels[top : top + height, left : left + width]
+
+
+def _padded(pixels: np.ndarray, size: Size) -> np.ndarray:
+    """Black around it, odd remainders at the bottom and on the right."""
+    missing = [wanted - had for wanted, had in zip(size, pixels.shape, strict=False)]
+    return np.pad(pixels, [(m // 2, m - m // 2) for m in missing] + [(0, 0)])

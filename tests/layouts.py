@@ -16,6 +16,4 @@ def plain(height: int, width: int, tokens: int = 1, text: str = "", **more: Any)
 
 def made_by(settings: ImagePreprocessor) -> Layout:
     """What a preprocessor makes of every picture."""
-    size = settings.crop or settings.resize
-    assert size
-    return plain(size["height"], size["width"])
+    return plain(*settings.kind.target(64, 64))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from io import BytesIO
 
 from engines.errors import UserError
-from engines.preprocessor import ImagePreprocessor
+from engines.preprocessor import ImagePreprocessor, Plain
 from runtime.preprocess import opened, upright_size
 from runtime.server.errors import Refused
 from runtime.server.remote import Remote
@@ -55,11 +55,9 @@ def check(data: bytes, pixels: int, number: int, upright: bool) -> Image:
 
 def region(width: int, height: int, settings: ImagePreprocessor) -> tuple[float, float, float, float]:
     """What the model sees of an image: left, top, width and height in shares of the image's; padding lies outside."""
-    new_width, new_height = width, height
-    if settings.resize and (edge := settings.resize.get("shortest_edge")):
-        new_width, new_height = (round(side * edge / min(width, height)) for side in (width, height))
-    elif settings.resize:
-        new_width, new_height = settings.resize["width"], settings.resize["height"]
-    crop = settings.crop or {"width": new_width, "height": new_height}
+    if not isinstance(kind := settings.kind, Plain):
+        return 0, 0, 1, 1
+    new_height, new_width = (kind.steps(height, width) or [(height, width)])[-1]
+    crop = kind.crop or {"width": new_width, "height": new_height}
     shares = crop["width"] / new_width, crop["height"] / new_height
     return (1 - shares[0]) / 2, (1 - shares[1]) / 2, *shares

@@ -18,7 +18,7 @@ from PIL import Image
 from engines.errors import UserError
 from runtime.preprocess import FORMATS, load_rgb, preprocess
 from tests.fuzz import damaged, examples
-from tests.layouts import made_by
+from tests.layouts import plain
 from tests.runtime import toy
 
 PLAIN = ["1", "L", "P", "RGB", "RGBA", "CMYK", "I", "F"]
@@ -58,7 +58,7 @@ def understood(data: bytes) -> np.ndarray | None:
         assert pixels.shape[2] == 3
         assert pixels.size
         with suppress(UserError):  # too narrow
-            assert preprocess(pixels, toy.PREPROCESSOR, made_by(toy.PREPROCESSOR)).shape == (1, 3, 8, 8)
+            assert preprocess(pixels, toy.PREPROCESSOR, plain(8, 8)).shape == (1, 3, 8, 8)
         return pixels
     assert "\n" not in told
     return None

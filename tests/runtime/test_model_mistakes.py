@@ -13,6 +13,7 @@ import pytest
 import runtime
 from engines import bundle as bundles
 from engines.errors import UserError
+from engines.preprocessor import AnyRes, Kind, Patches
 from tests.runtime import toy
 from tests.runtime.asking import Recorder, ask, image
 
@@ -131,13 +132,15 @@ def test_overflown_logits_are_told(bundle_path: Path, monkeypatch: pytest.Monkey
         ask(vlm, "what", [], max_new_tokens=1)
 
 
-@pytest.mark.parametrize("size", [None, {"shortest_edge": 8}])
-def test_a_preprocessor_that_is_not_the_graphs_is_told(size: dict[str, int] | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [AnyRes(8, [[8, 8]]), Patches(2, 2, 2, 16, 64)])
+def test_a_preprocessor_that_is_not_the_graphs_is_told(kind: Kind, tmp_path: Path) -> None:
     path = toy.build(tmp_path / "bundle")
     bundle = bundles.read(path)
-    replace(toy.PREPROCESSOR, resize=size).write(path)
+    replace(toy.PREPROCESSOR, kind=kind).write(path)
     bundles.seal(path, bundle.manifest)
     vlm = runtime.open(path, threads=1)
     assert ask(vlm, "what", [], max_new_tokens=1).tokens
-    with pytest.raises(UserError, match=r"preprocessor\.json makes images of \[1, 3, .*the graph takes \[1, 3, 8, 8\]"):
+    with pytest.raises(
+        UserError, match=r"preprocessor\.json makes images of \[(2, 3|16, 24).*the graph takes \[1, 3, 8, 8\]"
+    ):
         ask(vlm, "what", [np.zeros((16, 20, 3), np.uint8)], max_new_tokens=1)

@@ -19,7 +19,7 @@ from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from engines.errors import UserError
-from engines.preprocessor import ImagePreprocessor
+from engines.preprocessor import ImagePreprocessor, Plain
 from runtime import preprocess as module
 from runtime.preprocess import UNPACKED, load_rgb, opened, preprocess
 from tests.layouts import made_by
@@ -27,26 +27,28 @@ from tests.layouts import made_by
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 STEP = 1 / 255 / max(STD)  # one level of an 8-bit channel, after normalisation
 
-STRETCH = ImagePreprocessor({"height": 64, "width": 64}, 3, None, 1 / 255, MEAN, STD)
+STRETCH = ImagePreprocessor(Plain({"height": 64, "width": 64}, None), 3, 1 / 255, MEAN, STD)
 KINDS = {
     "stretch": STRETCH,
-    "crop": ImagePreprocessor({"shortest_edge": 48}, 3, {"height": 48, "width": 48}, 1 / 255, MEAN, STD),
-    "odd crop": ImagePreprocessor({"shortest_edge": 33}, 2, {"height": 31, "width": 29}, 1 / 255, MEAN, STD),
+    "crop": ImagePreprocessor(Plain({"shortest_edge": 48}, {"height": 48, "width": 48}), 3, 1 / 255, MEAN, STD),
+    "odd crop": ImagePreprocessor(Plain({"shortest_edge": 33}, {"height": 31, "width": 29}), 2, 1 / 255, MEAN, STD),
     "crop larger than image": ImagePreprocessor(
-        {"shortest_edge": 20}, 1, {"height": 47, "width": 50}, 1 / 255, MEAN, STD
+        Plain({"shortest_edge": 20}, {"height": 47, "width": 50}), 1, 1 / 255, MEAN, STD
     ),
-    "crop only": ImagePreprocessor(None, 3, {"height": 24, "width": 25}, 1 / 255, MEAN, STD),
-    "wide": ImagePreprocessor({"height": 20, "width": 70}, 0, None, 1 / 127.5, [1.0, 1.0, 1.0], [1.0, 0.5, 2.0]),
+    "crop only": ImagePreprocessor(Plain(None, {"height": 24, "width": 25}), 3, 1 / 255, MEAN, STD),
+    "wide": ImagePreprocessor(Plain({"height": 20, "width": 70}, None), 0, 1 / 127.5, [1.0, 1.0, 1.0], [1.0, 0.5, 2.0]),
 }
 
 
 def reference(settings: ImagePreprocessor) -> CLIPImageProcessorPil:
+    kind = settings.kind
+    assert isinstance(kind, Plain)
     return CLIPImageProcessorPil(
-        do_resize=settings.resize is not None,
-        size=settings.resize or {"height": 1, "width": 1},
+        do_resize=kind.resize is not None,
+        size=kind.resize or {"height": 1, "width": 1},
         resample=settings.resample,
-        do_center_crop=settings.crop is not None,
-        crop_size=settings.crop or {"height": 1, "width": 1},
+        do_center_crop=kind.crop is not None,
+        crop_size=kind.crop or {"height": 1, "width": 1},
         rescale_factor=settings.rescale,
         image_mean=settings.mean,
         image_std=settings.std,
@@ -255,7 +257,7 @@ def test_large_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_narrow_image_does_not_blow_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pixel by 100,000 with its shorter edge stretched to 2,000 would be 200 gigapixels."""
-    settings = ImagePreprocessor({"shortest_edge": 2000}, 3, {"height": 9, "width": 9}, 1 / 255, MEAN, STD)
+    settings = ImagePreprocessor(Plain({"shortest_edge": 2000}, {"height": 9, "width": 9}), 3, 1 / 255, MEAN, STD)
     with pytest.raises(UserError, match="too narrow"):
         preprocess(pixels(1, 100_000), settings, made_by(settings))
 

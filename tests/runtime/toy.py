@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from engines import bundle
 from engines.bundle import Adaptive, Bucket, Embedding, Layout, Level, Manifest, Model, View
 from engines.gate import Fallback, Gate
-from engines.preprocessor import ImagePreprocessor
+from engines.preprocessor import ImagePreprocessor, Plain
 from tests.layouts import plain
 from tests.runtime.onnx_builder import Builder
 
@@ -62,7 +62,8 @@ WEIGHTS = {
     "output": _random(LAYERS, HIDDEN, VOCABULARY, seed=8),
     "skip": _random(HIDDEN, VOCABULARY, seed=9, scale=0.5),
 }
-PREPROCESSOR = ImagePreprocessor({"height": 8, "width": 8}, 3, None, 1 / 255, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
+# Brought to a layout, whichever is nearest: a rule of its own would bring pictures to one of them.
+PREPROCESSOR = ImagePreprocessor(Plain(None, None), 3, 1 / 255, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
 CHUNKS = {8: {16: 4, 40: 3}}  # window: bucket: T; without one, tokens are decoded one by one
 LEVELS = {  # level: kept of an image, whether it compacts, [(S, C of each layer, W, r)]
     "loose": (4, False, [(16, [12, 12], 24, 4), (40, [36, 36], 24, 4)]),

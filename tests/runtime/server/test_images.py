@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from engines.preprocessor import ImagePreprocessor
+from engines.preprocessor import ImagePreprocessor, Plain
 from runtime.preprocess import ORIENTATION, preprocess
 from runtime.server.images import check, region
 from runtime.server.levels import grid
@@ -28,7 +28,7 @@ HOW: dict[str, tuple[dict[str, int] | None, dict[str, int] | None]] = {  # resiz
 @given(SIZES, SIZES, st.sampled_from(sorted(HOW)))
 def test_the_region_is_what_the_model_sees(width: int, height: int, kind: str) -> None:
     """An image whose red grows to the right and whose green grows downwards tells where its pixels went."""
-    settings = ImagePreprocessor(HOW[kind][0], 2, HOW[kind][1], 1.0, [0.0] * 3, [1.0] * 3)
+    settings = ImagePreprocessor(Plain(*HOW[kind]), 2, 1.0, [0.0] * 3, [1.0] * 3)
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[..., 0] = (np.arange(width) + 0.5) / width * 250
     pixels[..., 1] = ((np.arange(height) + 0.5) / height * 250)[:, None]
