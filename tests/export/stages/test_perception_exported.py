@@ -51,8 +51,7 @@ def test_the_exported_vision_graph_passes(checkpoint: Checkpoint, tmp_path: Path
     np.testing.assert_allclose(got["visual_tokens"], want[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("keep", [0.6, 1.0])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "keep"), [*((method, 0.6) for method in METHODS), ("coverage", 1.0)])
 def test_the_exported_adaptive_graph_passes(checkpoint: Checkpoint, tmp_path: Path, method: str, keep: float) -> None:
     recipe = tiny.recipe(perception={"method": method, "keep": keep, "buckets": [0.25]})
     module = Vision(checkpoint.encoder, recipe, checkpoint.layouts[0]).eval()
