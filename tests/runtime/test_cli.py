@@ -93,6 +93,7 @@ def test_info_for_people(bundle_path: Path, capsys: pytest.CaptureFixture[str]) 
         "level tight",
         "window 8 (4 recent, compacts)",
         "weights.bin",
+        "weights: float32; ",
         "trt-rtx  no",
     ):
         assert words in out
