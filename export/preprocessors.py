@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,13 @@ from typing import Any
 from engines.preprocessor import AnyRes, Grid, ImagePreprocessor, Kind, LongestEdge, Patches, Plain, Split
 
 VIDEO = "video_processor"
+PALIGEMMA = "PaliGemmaProcessor"
+PALIGEMMA_TEMPLATE = (
+    "{% for m in messages %}{% if m['content'] is not string %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}<image>{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
 CONFIGS = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")  # any may name the class
 
 
@@ -25,8 +33,27 @@ def load_processor(path: Path) -> Any:
 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if (name := _class_name(path)) and (kind := processor_class(name)):
-        return kind.from_pretrained(path, **options)
-    return AutoProcessor.from_pretrained(path, **options)
+        processor = kind.from_pretrained(path, **options)
+    else:
+        processor = AutoProcessor.from_pretrained(path, **options)
+    return _by_template(processor) if name == PALIGEMMA else processor
+
+
+def _by_template(processor: Any) -> Any:
+    """PaliGemma's processor writes <s> behind the images and ends every prompt with a line: let its template do it.
+
+    A bundle has nothing else to write prompts by. Its checkpoints have no template: there it is images, then texts.
+    """
+    from transformers import ProcessorMixin
+
+    template = processor.chat_template or processor.tokenizer.chat_template or PALIGEMMA_TEMPLATE
+    processor.chat_template = (
+        f"{{% set prompt %}}{template}{{% endset %}}{{% set parts = prompt.rsplit('{processor.image_token}', 1) %}}"
+        f"{{% if parts | length > 1 %}}{{{{ parts[0] + '{processor.image_token}' }}}}{{% endif %}}"
+        "{{ bos_token + parts[-1] + '\n' }}"
+    )
+    processor.prepare_inputs_layout = partial(ProcessorMixin.prepare_inputs_layout, processor)
+    return processor
 
 
 def processor_class(name: str) -> Any:

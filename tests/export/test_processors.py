@@ -49,14 +49,27 @@ def test_saved_processor_is_loaded_and_writes_pictures_into_the_prompt(name: str
     processor = load_processor(processors.save(name, tmp_path))
     made = processors.make(name)
     assert type(processor).__name__ == type(made).__name__
-    given: dict[str, Any] = {"images": [picture(84, 112)], "text": prompt(processor), "return_tensors": "np"}
-    found = processor(**given)
-    np.testing.assert_array_equal(found["input_ids"], made(**given)["input_ids"])
+    given: dict[str, Any] = {"images": [picture(84, 112)], "return_tensors": "np"}
+    found, want = processor(text=prompt(processor), **given), made(text=prompt(made), **given)
+    np.testing.assert_array_equal(found["input_ids"], want["input_ids"])
     ids = found["input_ids"][0].tolist()
     assert ids.count(IMAGE) > 0
     assert processor.tokenizer.unk_token_id not in ids
     assert max(ids) < TEXT["vocab_size"]
-    np.testing.assert_array_equal(found["pixel_values"], made(**given)["pixel_values"])
+    np.testing.assert_array_equal(found["pixel_values"], want["pixel_values"])
+
+
+def test_a_paligemma_without_a_template_gets_one(tmp_path: Path) -> None:
+    made = processors.make("paligemma")
+    made.chat_template = None
+    made.save_pretrained(tmp_path)
+    processor = load_processor(tmp_path)
+    assert prompt(processor) == "<image><s>what is this ?\n"
+    given: dict[str, Any] = {"images": [picture(84, 112)], "return_tensors": "np"}
+    ids = processor(text=prompt(processor), **given)["input_ids"]
+    np.testing.assert_array_equal(ids, made(text="<image>what is this ?", **given)["input_ids"])
+    said = [{"role": "user", "content": "what"}]
+    assert processor.apply_chat_template(said, add_generation_prompt=True) == "<s>what\n"
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -1,0 +1,62 @@
+"""Gemma 3, PaliGemma and Aya Vision from a checkpoint to an answer: what the runtime says is what Hugging Face says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import GenerationConfig
+
+import runtime
+from engines.errors import UserError
+from export import build
+from runtime.sampling import Sampling
+from tests.export import processors, zoo
+
+STEPS = 24
+LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+QUESTION = "what is in the image ?"
+
+
+def answered(name: str, model: Any, picture: Image.Image) -> tuple[list[int], list[float]]:
+    """By Hugging Face: greedy tokens, and the logarithm of each one's probability."""
+    processor = processors.make(name)
+    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    inputs = processor(images=[picture], text=[text], return_tensors="pt")
+    taken = {key: inputs[key] for key in ("input_ids", "attention_mask", "pixel_values")}
+    if "token_type_ids" in inputs:
+        taken["token_type_ids"] = inputs["token_type_ids"]
+    model.generation_config.eos_token_id = None
+    greedy = GenerationConfig(
+        max_new_tokens=STEPS, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+    with torch.no_grad():
+        out = model.generate(**taken, generation_config=greedy)
+    tokens = out.sequences[0, taken["input_ids"].shape[1] :]
+    told = torch.cat(out.logits).log_softmax(dim=-1).gather(1, tokens[:, None])
+    return tokens.tolist(), told[:, 0].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "paligemma2", "aya_vision"])
+def test_a_bundle_answers_as_hugging_face(name: str, tmp_path: Path) -> None:
+    folder, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
+    model = zoo.model(name, **LAYERS)
+    model.save_pretrained(folder)
+    processors.save(name, folder)
+    options = ["--recipe", "off", "--guard", "off", "--no-report", "--kernels", "never", "--buckets", "64"]
+    assert build.main([str(folder), "--out", str(bundle), *options]) == 0
+    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (56, 56, 3), dtype=np.uint8))
+    vlm = runtime.open(bundle, threads=1)
+    got = vlm.generate(QUESTION, [picture], STEPS, ignore_eos=True, sampling=Sampling(logprobs=0))
+    tokens, told = answered(name, model, picture)
+    assert got.tokens == tokens
+    np.testing.assert_allclose([each.logprob for each in got.logprobs], told, atol=1e-3)
+    if name == "paligemma2":
+        with pytest.raises(UserError, match="in both directions"):
+            vlm.generate(QUESTION, [picture], 1, question_later=True)
