@@ -191,6 +191,17 @@ def test_encoders_know_their_tokens_without_weights(name: str) -> None:
     assert (got if taps is None else got[0]).shape == tokens[None].shape
 
 
+@pytest.mark.parametrize("name", ["llava_pixtral", "mistral3"])
+def test_two_layouts_of_a_model_that_has_not_run_yet(name: str) -> None:
+    model = zoo.model(name)
+    for height, width in ((56, 84), (84, 56)):
+        taken = picture(model, height, width)
+        with torch.no_grad():
+            got = encoder(model, taken, height, width)(pixels_of(taken))
+        close(got, zoo.features(made(name), taken)[0][None])
+    close(got, zoo.features(model, taken)[0][None])
+
+
 # The decoders of the others: test_decoders.py, test_mrope_graphs.py.
 PLAIN = (
     "llava",
