@@ -33,8 +33,8 @@ def with_parts(module: Any, **parts: nn.Module) -> Any:
     """The module with some parts exchanged. The original keeps its own, and both share all weights."""
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-    if hasattr(module, "_can_record_outputs"):
-        maybe_install_capturing_hooks(module)  # once: a copy that does not know of them would hang on its own too
+    if getattr(module, "_can_record_outputs", None):
+        maybe_install_capturing_hooks(module)  # else every copy hangs its own on shared layers
     changed = copy.copy(module)
     changed._modules = {**module._modules, **parts}
     return changed
