@@ -43,15 +43,16 @@ def answered(name: str, model: Any, picture: Image.Image) -> tuple[list[int], li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "paligemma2", "aya_vision"])
-def test_a_bundle_answers_as_hugging_face(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "side"), [("gemma3", 56), ("paligemma2", 56), ("aya_vision", 112)])
+def test_a_bundle_answers_as_hugging_face(name: str, side: int, tmp_path: Path) -> None:
+    """`side`: of the picture, which is the layout's; Aya cuts tiles of 56 from it."""
     folder, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
     model = zoo.model(name, **LAYERS)
     model.save_pretrained(folder)
     processors.save(name, folder)
     options = ["--recipe", "off", "--guard", "off", "--no-report", "--kernels", "never", "--buckets", "64"]
     assert build.main([str(folder), "--out", str(bundle), *options]) == 0
-    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (56, 56, 3), dtype=np.uint8))
+    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (side, side, 3), dtype=np.uint8))
     vlm = runtime.open(bundle, threads=1)
     got = vlm.generate(QUESTION, [picture], STEPS, ignore_eos=True, sampling=Sampling(logprobs=0))
     tokens, told = answered(name, model, picture)
