@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from engines.tokens import FIRST, segments
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
-from export.graphs import NEW, Compact, Decode, Decoder, Extend, Prefill, State, Stateful, added
+from export.graphs import NEW, Compact, Decode, Decoder, Extend, Prefill, State, Stateful, added, split
 from export.recipe import Recipe
 from export.stages.tokens import PADDING, TEXT, VISUAL
 
@@ -70,7 +70,8 @@ class Prompt:
         """Run the decoder on it; what its attention does is set around."""
         positions = decoder.turned(self.position_ids.T[:, None] if decoder.mrope else self.positions[None])
         with added(decoder.language_model, self.deepstack.movedim(1, 0)[:, None]):
-            decoder.language_model(inputs_embeds=self.embeddings[None], position_ids=positions, use_cache=False)
+            turned = decoder.turned(positions)
+            decoder.language_model(inputs_embeds=self.embeddings[None], position_ids=turned, use_cache=False)
 
 
 def prompt_of(checkpoint: Checkpoint, inputs: dict[str, Any]) -> Prompt:
@@ -78,14 +79,17 @@ def prompt_of(checkpoint: Checkpoint, inputs: dict[str, Any]) -> Prompt:
     ids: Tensor = inputs["input_ids"][0]
     visual = ids == checkpoint.image_token_id
     embeddings, decoder = checkpoint.embedding[ids].clone(), checkpoint.decoder
+    deepstack = torch.zeros(len(ids), decoder.deepstack, decoder.hidden_size)
     if visual.any():
         with torch.no_grad():
             pictures = inputs["pixel_values"].reshape(-1, *checkpoint.layouts[0].pixel_values)
-            encoded = [checkpoint.encoder(pixels)[0] for pixels in pictures]
-        embeddings[visual] = torch.cat(encoded)
+            encoded = [split(checkpoint.encoder(pixels)) for pixels in pictures]
+        embeddings[visual] = torch.cat([tokens[0] for tokens, _ in encoded])
+        deepstack[visual] = torch.cat([taps for _, taps in encoded], dim=1).movedim(0, 1)
     images = torch.where(visual, (visual.cumsum(0) - 1) // checkpoint.image_tokens + 1, 0)
     numbers = torch.from_numpy(segments(ids.numpy(), images.numpy(), checkpoint.sentence_ends))
-    prompt = Prompt(embeddings, torch.where(visual, VISUAL, TEXT), torch.arange(len(ids)), numbers)
+    positions = torch.arange(len(ids))
+    prompt = Prompt(embeddings, torch.where(visual, VISUAL, TEXT), positions, numbers, deepstack=deepstack)
     if decoder.mrope:
         grids = inputs["image_grid_thw"].tolist() if visual.any() else []
         prompt.position_ids = torch.from_numpy(decoder.mrope.position_ids(visual.numpy(), grids)).T

@@ -16,6 +16,7 @@ from engines.artifacts import Graph, Library, Plan
 from engines.gate import Adaptive
 from engines.guard import Guarded
 from engines.layout import Layout
+from engines.mrope import MRope
 from engines.weights import Embedding, StoredWeights
 
 FORMAT = "unicache-edge"
@@ -138,6 +139,8 @@ class Model:
         layouts: what pictures are brought to, the first where nothing tells which; none: the model takes no pictures.
         sentence_ends: ids of the tokens that end a sentence, as `engines.tokens` finds them in the vocabulary.
         block: within what tokens look both ways, each image or the whole prompt: prefill must read it at once.
+        mrope: how position ids are counted, three a token; None: a token has one, its position.
+        deepstack: taps of the vision encoder that the first layers add to visual tokens.
     """
 
     model_type: str
@@ -154,6 +157,8 @@ class Model:
     embedding: Embedding
     sentence_ends: list[int] = field(default_factory=list)
     block: Literal["image", "prompt"] | None = None
+    mrope: MRope | None = None
+    deepstack: int = 0
 
     def __post_init__(self) -> None:
         sizes = ("num_heads", "head_dim", "hidden_size", "vocab_size")
@@ -166,6 +171,9 @@ class Model:
             raise ValueError(f"two layouts have one name: {', '.join(layout.name for layout in self.layouts)}")
         if self.layouts and not self.placeholder:
             raise ValueError("placeholder is empty: no text would stand for a picture")
+        for layout in self.layouts:
+            if self.mrope and (not layout.grid or self.mrope.tokens(layout.grid) != layout.tokens):
+                raise ValueError(f"layout {layout.name} of {layout.tokens} tokens has no grid {layout.grid} of patches")
         if self.embedding.shape != [self.vocab_size, self.hidden_size]:
             raise ValueError(f"embedding {self.embedding.shape} is not [{self.vocab_size}, {self.hidden_size}]")
 
@@ -273,7 +281,10 @@ class Manifest:
             if not 1 <= kept <= layouts[name].tokens:
                 raise ValueError(f"level {level!r} keeps {kept} of the {layouts[name].tokens} tokens of {name}")
             vision.expect(pixel_values=layouts[name].pixel_values)
-            vision.expect(visual_tokens=[1, kept, self.model.hidden_size], kept=[1, kept])
+            size, taps = self.model.hidden_size, self.model.deepstack
+            vision.expect(visual_tokens=[1, kept, size], kept=[1, kept])
+            if taps:
+                vision.expect(deepstack=[taps, kept, size])
             if adaptive:
                 vision.expect(order=[1, kept], coverage=[1, kept], entropy=[1])
                 if adaptive.counts[-1] != kept:
@@ -294,14 +305,19 @@ class Manifest:
         prefill.expect(logits=[1, m.vocab_size], key_window=window, value_window=window)
         decode.expect(embedding=[1, 1, m.hidden_size], position=[1, 1], logits=[1, m.vocab_size])
         state = {spec.name: spec for spec in prefill.outputs}
-        tokens, takers = ("embedding", "position", "embeddings", "positions", "kinds"), [decode]
+        tokens = ("embedding", "position", "embeddings", "positions", "kinds", "position_ids", "deepstack")
+        takers = [decode]
         if bucket.compact:
             takers.append(self._graph(bucket.compact, "compact"))
         if bucket.extend:
             takers.append(extend := self._graph(bucket.extend, "extend"))
             chunk, rows = [1, bucket.chunk], [1, heads, bucket.chunk, m.head_dim]
-            extend.expect(embeddings=[*chunk, m.hidden_size], positions=chunk, kinds=chunk, logits=[1, m.vocab_size])
-            extend.expect(new_key=rows, new_value=rows)
+            extend.expect(embeddings=[*chunk, m.hidden_size], kinds=chunk, logits=[1, m.vocab_size])
+            extend.expect(new_key=rows, new_value=rows, **({} if m.mrope else {"positions": chunk}))
+        turned = [(prefill, length), (self._graph(bucket.extend, "extend"), bucket.chunk)] if m.mrope else []
+        for graph, count in turned:
+            taps = {"deepstack": [m.deepstack, 1, count, m.hidden_size]} if m.deepstack else {}
+            graph.expect(position_ids=[3, 1, count], **taps)
         for graph in takers:
             if strange := [s.name for s in graph.inputs if s.name not in tokens and state.get(s.name) != s]:
                 raise ValueError(f"{graph.file} takes {strange[0]}, which {prefill.file} does not return in that form")

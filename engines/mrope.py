@@ -57,6 +57,10 @@ class MRope:
             ids[:, places] += np.concatenate([offsets for offsets, _ in blocks], axis=1)
         return ids.astype(np.int32)
 
+    def tokens(self, grid: Sequence[int]) -> int:
+        """That [t, h, w] patches become."""
+        return grid[0] * (grid[1] // self.merge) * (grid[2] // self.merge)
+
     def _blocks(self, grid: Sequence[int], seconds: float) -> list[tuple[np.ndarray, int]]:
         """Of each part that stands by itself: frame, row and column of its tokens, [3, n], and its longer side."""
         frames, height, width = grid[0], grid[1] // self.merge, grid[2] // self.merge

@@ -265,6 +265,8 @@ def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
         embedding=embedding,
         sentence_ends=checkpoint.sentence_ends,
         block=checkpoint.decoder.block,
+        mrope=checkpoint.decoder.mrope,
+        deepstack=checkpoint.decoder.deepstack,
     )
 
 

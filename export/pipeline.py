@@ -84,6 +84,7 @@ def plan_levels(
         sized = []
         for length in buckets[name]:
             state = State(decoder, recipe, length)
+            extends = state.chunk > 1 or decoder.mrope  # decode takes one position id, a visual token has three
             rows, many = f"{name}.decode_{length}x{batch}", partial(Decode, replace(state, batch=batch), known)
             sized.append(
                 bundle.Bucket(
@@ -95,7 +96,7 @@ def plan_levels(
                     decode=add(f"{name}.decode_{length}", partial(Decode, state, known)),
                     compact=add(f"{name}.compact_{length}", partial(Compact, state, known)) if state.compacts else "",
                     shortened=state.shortened,
-                    extend=add(f"{name}.extend_{length}", partial(Extend, state, known)) if state.chunk > 1 else "",
+                    extend=add(f"{name}.extend_{length}", partial(Extend, state, known)) if extends else "",
                     chunk=state.chunk,
                     batched=add(rows, many) if batch > 1 else "",
                     batch=batch,

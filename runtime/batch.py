@@ -76,7 +76,7 @@ class Batch:
         position = np.zeros((len(self._rows), 1), np.int32)
         rows = [self._rows.index(read.context) for read in reads]
         for row, read in zip(rows, reads, strict=True):
-            embedding[row], position[row] = read.embedding, read.position
+            embedding[row], position[row] = read.embedding, read.position + read.context.shift
         decode = self._vlm.session(self._bucket.batched, reads[0].stats)
         feeds: dict[str, Array] = {"embedding": embedding, "position": position, **self._arrays}
         with ExitStack() as clocks:

@@ -34,6 +34,7 @@ from runtime.prompt import (
     Rows,
     check_blocks,
     choose_bucket,
+    embed,
     first_part,
     image_positions,
     lay_out,
@@ -233,7 +234,7 @@ class VLM:
             raise UserError(f"{what}: {advice}, or choose a level that compacts")
         context.whole = False
         yield from self._extend(context, rows, visual, split, request, stats)
-        context.whole, context.position, context.begins = True, rows.total, True
+        context.whole, context.position, context.begins, context.shift = True, rows.total, True, rows.shift
         if request.pixels and not request.context and (held := state.holders(rows.positions, rows.total)) is not None:
             tokens = [layout.tokens for layout in request.layouts]
             places = image_positions(request.ids, tokens, self.model.image_token_id)
@@ -262,7 +263,7 @@ class VLM:
             return "cancelled"
         if not read.done:
             with stats.time("decode"):
-                self._decode(context, read.embedding, np.array([read.position]), np.array([kind]))
+                self._decode(context, read.embedding, read.position, kind, read.position + context.shift)
             stats.provider = self._sessions[context.bucket.decode].provider  # it may be a CUDA graph by now
         context.position, context.begins = context.position + 1, ends
         return ""
@@ -276,7 +277,7 @@ class VLM:
         return self.prompts.tokenizer
 
     def _look(self, request: Request, stats: Stats) -> Generator[None, None, tuple[Rows, np.ndarray]]:
-        """The prompt's rows, and the embeddings of the visual ones among them, [V, d]."""
+        """The prompt's rows, and of the visual ones embeddings and deepstack, [1 + taps, V, d]."""
         seen, visual, kept, layouts = list[dict[str, np.ndarray]](), [], [], request.layouts
         for pixels, view in zip(request.pixels, self.bundle.manifest.levels[request.level].seen(layouts), strict=True):
             if seen:
@@ -287,19 +288,16 @@ class VLM:
         counts = self._gates[request.level].counts(seen, layouts, request.text)
         for out, count in zip(seen, counts, strict=True):
             first = out["order"][0] < count if "order" in out else slice(None)
-            visual.append(out["visual_tokens"][0, first])
+            taps: list[np.ndarray] = [*out["deepstack"][:, first]] if self.model.deepstack else []
+            visual.append(np.stack([out["visual_tokens"][0, first], *taps]))
             kept.append(out["kept"][0, first])
-        m, tokens = self.model, [layout.tokens for layout in layouts]
-        rows = lay_out(request.ids, kept, tokens, m.image_token_id, m.sentence_ends, request.start)
+        m, begun = self.model, (request.start, request.context.shift if request.context else 0)
+        tokens, grids = [layout.tokens for layout in layouts], [layout.grid for layout in layouts]
+        rows = lay_out(request.ids, kept, tokens, m.image_token_id, m.sentence_ends, *begun, m.mrope, grids)
         stats.images, stats.visual_tokens, stats.visual_tokens_by_image = len(visual), sum(counts), counts
         stats.layouts = [layout.name for layout in layouts]
-        return rows, np.concatenate(visual) if visual else np.empty((0, m.hidden_size), np.float32)
-
-    def _embed(self, rows: Rows, visual: np.ndarray) -> np.ndarray:
-        """Embeddings of some rows, [n, d]: from the table for text, those of all the prompt's images for the others."""
-        embeddings, text = np.empty((len(rows), self.model.hidden_size), np.float32), rows.kinds == TEXT
-        embeddings[text], embeddings[~text] = self._table[rows.ids[text]], visual[rows.visual[~text]]
-        return embeddings
+        none = np.empty((1 + m.deepstack, 0, m.hidden_size), np.float32)
+        return rows, np.concatenate([none, *visual], axis=1)
 
     def _after_images(self, ids: list[int]) -> list[int]:
         return ids[len(ids) - ids[::-1].index(self.model.image_token_id) :]
@@ -317,7 +315,7 @@ class VLM:
         self.session(bucket.decode, stats)  # loaded here, so that its time is not the first token's
         stats.provider = prefill.provider
         with stats.time("prefill"):
-            feeds = left_pad(self._embed(rows, visual), rows, bucket.length)
+            feeds = left_pad(embed(rows, self._table, visual), rows, bucket.length)
             outputs = prefill.run({name: feeds[name] for name in prefill.inputs})
         return State(outputs, bucket), outputs["logits"]
 
@@ -337,25 +335,27 @@ class VLM:
             yield
             self._room(state, bucket, stats)
             count = min(bucket.chunk, state.free, len(rows) - start)
-            if not bucket.extend or count == 1 or 4 * count < bucket.chunk:
+            few = not bucket.extend or count == 1 or 4 * count < bucket.chunk
+            if few := few and not (self.model.mrope and rows.kinds[start] == VISUAL):  # decode takes one position id
                 count = 1
             part = slice(start, start + count)
-            embeddings = self._embed(rows[part], visual)
+            embeddings = embed(rows[part], self._table, visual)
             with stats.time("extend"):
-                if count == 1:
-                    self._decode(context, embeddings[0], rows.positions[part], kinds[part])
+                if few:
+                    at, position_id = rows.positions[start], rows.position_ids[0, start]
+                    self._decode(context, embeddings[0, 0], at, kinds[start], position_id)
                 else:
                     feeds = left_pad(embeddings, rows[part], bucket.chunk)
                     self._step(context, self.session(bucket.extend, stats), feeds, rows.positions[part], kinds[part])
             start += count
 
-    def _decode(self, context: Context, embedding: np.ndarray, position: np.ndarray, kind: np.ndarray) -> None:
-        """Read one token, embedding [d], position and kind [1]."""
+    def _decode(self, context: Context, embedding: np.ndarray, position: int, kind: int, position_id: int) -> None:
+        """Read one token; its embedding is [d]."""
         token = {
             "embedding": np.asarray(embedding, np.float32).reshape(1, 1, -1),
-            "position": position.astype(np.int32)[None],
+            "position": np.array([[position_id]], np.int32),
         }
-        self._step(context, self._sessions[context.bucket.decode], token, position, kind)
+        self._step(context, self._sessions[context.bucket.decode], token, np.array([position]), np.array([kind]))
 
     def _step(
         self, context: Context, graph: Session, tokens: dict[str, np.ndarray], positions: np.ndarray, kinds: np.ndarray

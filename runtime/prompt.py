@@ -14,6 +14,7 @@ import numpy as np
 from engines.bundle import Bucket, Layout, Level, Model
 from engines.config import read_json
 from engines.errors import UserError, one_line
+from engines.mrope import MRope
 from engines.tokens import PADDING, TEXT, VISUAL, segments
 from engines.weights import Table
 
@@ -34,7 +35,9 @@ class Rows:
         kinds: TEXT or VISUAL, int32 [T].
         segments: number of the row's image or sentence, int32 [T].
         visual: number of a visual row among those of the prompt, int64 [T]; what it is of text is for nobody.
+        position_ids: what RoPE takes: three of M-RoPE, else the position three times, int32 [3, T].
         total: P, tokens of the prompt before pruning.
+        shift: what the position id of the token after the prompt is more than P.
     """
 
     ids: np.ndarray
@@ -42,14 +45,17 @@ class Rows:
     kinds: np.ndarray
     segments: np.ndarray
     visual: np.ndarray
+    position_ids: np.ndarray
     total: int
+    shift: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, part: slice) -> Rows:
         ids, positions, kinds, segments = self.ids[part], self.positions[part], self.kinds[part], self.segments[part]
-        return Rows(ids, positions, kinds, segments, self.visual[part], self.total)
+        visual, position_ids = self.visual[part], self.position_ids[:, part]
+        return Rows(ids, positions, kinds, segments, visual, position_ids, self.total, self.shift)
 
     @property
     def after_images(self) -> int:
@@ -64,6 +70,9 @@ def lay_out(
     image_token_id: int,
     sentence_ends: Sequence[int] = (),
     start: int = 0,
+    shift: int = 0,
+    mrope: MRope | None = None,
+    grids: Sequence[Sequence[int]] = (),
 ) -> Rows:
     """The prompt's rows, without the visual tokens that were dropped.
 
@@ -74,6 +83,9 @@ def lay_out(
         image_token_id: theirs.
         sentence_ends: ids of text that end a sentence.
         start: position of the first token.
+        shift: what the position id of the first token is more than its position.
+        mrope: how position ids are counted; None: a token has one, its position.
+        grids: of each image's patches, [t, h, w], for M-RoPE.
     """
     table = np.asarray(ids, np.int64)
     visual, stays = table == image_token_id, table != image_token_id
@@ -81,11 +93,15 @@ def lay_out(
     numbers[visual] = np.repeat(np.arange(1, len(tokens) + 1), tokens)
     for places, own in zip(image_positions(ids, tokens, image_token_id), kept, strict=True):
         stays[places[own]] = True
+    total, first = start + len(table), start + shift
+    whole = np.tile(np.arange(start, total, dtype=np.int32), (3, 1))
+    if mrope:
+        whole = mrope.position_ids(visual, grids, first)
     rows, numbers = table[stays], numbers[stays]
     kinds = np.where(numbers > 0, VISUAL, TEXT).astype(np.int32)
     positions = (start + np.flatnonzero(stays)).astype(np.int32)
-    own = segments(rows, numbers, sentence_ends)
-    return Rows(rows, positions, kinds, own, np.cumsum(numbers > 0) - 1, start + len(table))
+    own, after = segments(rows, numbers, sentence_ends), int(whole.max(initial=first - 1)) + 1
+    return Rows(rows, positions, kinds, own, np.cumsum(numbers > 0) - 1, whole[:, stays], total, after - total)
 
 
 def image_positions(ids: Sequence[int], tokens: Sequence[int], image_token_id: int) -> list[np.ndarray]:
@@ -160,17 +176,31 @@ def check_blocks(behind: Sequence[int] | np.ndarray, block: str | None) -> None:
         )
 
 
-def left_pad(embeddings: np.ndarray, rows: Rows, length: int) -> dict[str, np.ndarray]:
-    """What a prefill graph may take: `embeddings` [1, S, d]; `positions`, `kinds` and `segments` [1, S].
+def embed(rows: Rows, table: np.ndarray | Table, visual: np.ndarray) -> np.ndarray:
+    """Embeddings of the rows, and what is added to visual ones behind the first layers, [1 + taps, T, d].
 
     Args:
-        embeddings: [T, d], the rows' embeddings.
+        table: of text, [vocab_size, d].
+        visual: the same of the prompt's visual rows, [1 + taps, V, d].
+    """
+    embeddings, text = np.zeros((len(visual), len(rows), visual.shape[2]), np.float32), rows.kinds == TEXT
+    embeddings[0, text], embeddings[:, ~text] = table[rows.ids[text]], visual[:, rows.visual[~text]]
+    return embeddings
+
+
+def left_pad(embeddings: np.ndarray, rows: Rows, length: int) -> dict[str, np.ndarray]:
+    """What a prefill graph may take, S rows of each.
+
+    Args:
+        embeddings: [1 + taps, T, d], the rows' embeddings, and what is added behind the first layers.
         rows: the T rows.
         length: S; the first S - T rows are padding.
     """
     padding = length - len(rows)
     return {
-        "embeddings": np.pad(embeddings, [(padding, 0), (0, 0)])[None],
+        "embeddings": np.pad(embeddings[:1], [(0, 0), (padding, 0), (0, 0)]),
+        "deepstack": np.pad(embeddings[1:], [(0, 0), (padding, 0), (0, 0)])[:, None],
+        "position_ids": np.pad(rows.position_ids, [(0, 0), (padding, 0)])[:, None],
         "positions": np.pad(rows.positions, (padding, 0))[None],
         "kinds": np.pad(rows.kinds, (padding, 0), constant_values=PADDING)[None],
         "segments": np.pad(rows.segments, (padding, 0))[None],

@@ -48,7 +48,7 @@ class Saved:
         bundle: the fingerprint of its bundle.
         bucket: S, of the state's shapes.
         count, compactions: of the state.
-        position, begins: of the context.
+        position, begins, shift: of the context.
         messages: of the chat; the last one was read as far as the mark would stand, answers as they were given.
         unread: ids of the last answer that nobody has read yet.
         space: what stood before the mark and is read with what follows it.
@@ -64,6 +64,7 @@ class Saved:
     messages: list[Any]
     unread: list[int]
     space: str
+    shift: int = 0
 
 
 class Session:
@@ -179,6 +180,7 @@ class Session:
         saved = Saved(
             self.vlm.bundle.fingerprint, self.level, context.bucket.length, context.state.count,
             context.state.compactions, context.position, context.begins, self.messages, self._unread, self._space,
+            context.shift,
         )  # fmt: skip
         metadata = {"format": FORMAT, "session": json.dumps(dataclasses.asdict(saved))}
         arrays = {name: np.asarray(array) for name, array in context.state.arrays.items()}
@@ -214,6 +216,7 @@ class Session:
             "count": bucket.recent <= saved.count <= bucket.window,
             "compactions": saved.compactions >= 0,
             "position": 1 <= saved.position <= level.max_positions,
+            "shift": -saved.position < saved.shift <= 0,
             "unread": all(isinstance(i, int) and 0 <= i < vlm.model.vocab_size for i in saved.unread),
             "messages": all(isinstance(message, Mapping) for message in saved.messages),
         }
@@ -224,7 +227,7 @@ class Session:
         logits = arrays.pop("logits")
         state = State(vlm.place(arrays), bucket)
         state.count, state.compactions = saved.count, saved.compactions
-        session.context = Context(state, bucket, logits, saved.position, saved.begins)
+        session.context = Context(state, bucket, logits, saved.position, saved.begins, saved.shift)
         if session._reserved and held:
             session._reserved.release()
             held.release()

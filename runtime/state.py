@@ -131,6 +131,7 @@ class Context:
         logits: of the token that comes next, [1, V].
         position: of the token that comes next, counted in the prompt before pruning.
         begins: whether it begins a sentence, as an answer does.
+        shift: what its position id in RoPE is more than its position.
         whole: False while more is being read: if that broke off, the state is good for nothing.
     """
 
@@ -139,6 +140,7 @@ class Context:
     logits: np.ndarray
     position: int
     begins: bool = True
+    shift: int = 0
     whole: bool = True
 
     def copy(self) -> Context:

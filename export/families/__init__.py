@@ -27,7 +27,7 @@ FAMILIES: dict[str, Family] = {
 }
 """Hugging Face's `model_type` -> how such a model is taken apart."""
 
-MROPE = "rotary positions with three axes (M-RoPE), which the runtime does not count yet"
+MROPE = "rotary positions with three axes (M-RoPE), which no picture has been tried with from end to end"
 STATE = "which keep a state that is no KV cache"
 MISSING: dict[str, str] = {
     "florence2": "a decoder that reads what an encoder of text gives (cross-attention)",

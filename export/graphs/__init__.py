@@ -11,3 +11,4 @@ from export.graphs.prefill import Prefill as Prefill
 from export.graphs.state import Decoder as Decoder
 from export.graphs.state import State as State
 from export.graphs.vision import Vision as Vision
+from export.graphs.vision import split as split

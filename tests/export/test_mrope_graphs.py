@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from calibration.evaluate import Prompt
+from engines.bundle import Layout
 from engines.errors import UserError
 from engines.ort import OrtSession
 from export.attention import use_hook
 from export.families import FAMILIES
-from export.graphs import Decoder, Extend, Prefill, State
+from export.graphs import Decoder, Extend, Prefill, State, Vision, split
 from export.mrope import mrope_of
 from export.stages.importance.importance import Observation
 from export.stages.tokens import TEXT, VISUAL
@@ -262,3 +263,63 @@ def test_a_decoder_with_sliding_windows_is_refused() -> None:
     config.get_text_config().layer_types = ["full_attention", "sliding_attention"] * 2
     with pytest.raises(UserError, match="sliding windows"):
         mrope_of(config)
+
+
+class Encoder(nn.Module):
+    """Visual tokens that do not depend on pixels, and taps where there are any."""
+
+    def __init__(self, tokens: Tensor, taps: Tensor):
+        super().__init__()
+        self.tokens, self.taps = tokens, taps
+
+    def forward(self, pixel_values: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return (self.tokens, self.taps) if len(self.taps) else self.tokens
+
+
+GRID = [1, 4, 6]  # 6 tokens
+
+
+@pytest.mark.parametrize("family", ["glm4v", "qwen3_vl"])
+@pytest.mark.parametrize("asked", [1, 5])
+def test_a_question_looks_at_an_image_as_in_hugging_face(family: str, asked: int) -> None:
+    """The image at its ids, the question behind it, padded on the left; the taps of what is kept go with it."""
+    perception = {"method": "attention", "layers": [1, 3], "keep": 0.5, "question_tokens": 5, "centre": 0, "detail": 0}
+    generator, own = torch.Generator().manual_seed(asked), decoder(family)
+    encoder = Encoder(
+        torch.randn(1, 6, 128, generator=generator), torch.randn(own.deepstack, 6, 128, generator=generator)
+    )
+    layout = Layout("8x12", 8, 12, [24, 3], "<image>" * 6, 6, GRID)
+    graph = Vision(encoder, tiny.recipe(perception=perception), layout, own)
+    question, real = torch.randn(1, 5, 128, generator=generator), torch.zeros(1, 5)
+    real[:, 5 - asked :] = 1
+    with torch.no_grad():
+        got = graph.attention(*split(encoder(real))[:1], question, real, encoder.taps)
+        out = graph.compute(torch.zeros(24, 3), question=question, asked=real)
+
+    model = hugging_face(family)
+    types = torch.tensor([[1] * 6 + [0] * asked])
+    ids, _ = model.model.get_rope_index(types, mm_token_type_ids=types, image_grid_thw=torch.tensor([GRID]))
+    more: dict[str, Any] = {}
+    if own.deepstack:
+        more = {"visual_pos_masks": types == 1, "deepstack_visual_embeds": list(encoder.taps)}
+    weights: list[Tensor] = []
+    hooks = [
+        model.model.language_model.layers[layer].self_attn.register_forward_hook(
+            lambda _module, _args, out: weights.append(out[1])
+        )
+        for layer in (1, 3)
+    ]
+    with torch.no_grad():
+        rows = torch.cat([encoder.tokens, question[:, 5 - asked :]], dim=1)
+        model.model.language_model(inputs_embeds=rows, position_ids=ids, use_cache=False, **more)
+    for hook in hooks:
+        hook.remove()
+    wanted = torch.stack([w[:, :, -1, :6].mean(dim=1) for w in weights]).mean(dim=0)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+
+    kept = wanted[0].topk(3).indices.sort().values
+    assert out["kept"][0].tolist() == kept.tolist()
+    torch.testing.assert_close(out["visual_tokens"], encoder.tokens[:, kept])
+    if own.deepstack:
+        torch.testing.assert_close(out["deepstack"], encoder.taps[:, kept])
+    assert ("deepstack" in graph.outputs) == bool(own.deepstack)

@@ -282,13 +282,19 @@ def test_first_row_after_the_images() -> None:
 
 def test_left_pad() -> None:
     positions, kinds, segments = (np.array(values, np.int32) for values in ([0, 3, 9], [1, 2, 1], [1, 1, 2]))
-    rows = Rows(np.array([5, 4, 6]), positions, kinds, segments, np.zeros(3, np.int64), 10)
-    inputs = left_pad(np.ones((3, 2), np.float32), rows, 5)
+    ids = np.array([[0, 1, 6], [0, 1, 6], [0, 2, 6]], np.int32)
+    rows = Rows(np.array([5, 4, 6]), positions, kinds, segments, np.zeros(3, np.int64), ids, 10)
+    inputs = left_pad(np.array([[[1, 1]] * 3, [[0, 0], [7, 8], [0, 0]]], np.float32), rows, 5)
     assert inputs["embeddings"].tolist() == [[[0, 0], [0, 0], [1, 1], [1, 1], [1, 1]]]
     assert inputs["positions"].tolist() == [[0, 0, 0, 3, 9]]
     assert inputs["kinds"].tolist() == [[0, 0, 1, 2, 1]]
     assert inputs["segments"].tolist() == [[0, 0, 1, 1, 2]]
-    assert [array.dtype for array in inputs.values()] == [np.float32, np.int32, np.int32, np.int32]
+    assert inputs["position_ids"].tolist() == [[[0, 0, 0, 1, 6]], [[0, 0, 0, 1, 6]], [[0, 0, 0, 2, 6]]]
+    assert inputs["deepstack"].tolist() == [[[[0, 0], [0, 0], [0, 0], [7, 8], [0, 0]]]]
+    floats = ["embeddings", "deepstack"]
+    assert {name: array.dtype for name, array in inputs.items()} == {
+        name: np.float32 if name in floats else np.int32 for name in inputs
+    }
 
 
 @pytest.mark.parametrize(
@@ -336,7 +342,8 @@ def test_a_prompt_with_more_text_than_can_be_kept_moves_on_or_is_refused() -> No
 @given(st.data(), st.integers(1, 60), st.integers(1, 40))
 def test_the_first_part_is_the_longest_that_the_bucket_can_keep(data: st.DataObject, tokens: int, length: int) -> None:
     kinds = np.array(data.draw(st.lists(st.sampled_from([1, 2]), min_size=tokens, max_size=tokens)), np.int32)
-    rows = Rows(*(np.zeros(tokens, np.int64),) * 2, kinds, *(np.zeros(tokens, np.int64),) * 2, tokens)
+    zeros, ids = np.zeros(tokens, np.int64), np.zeros((3, tokens), np.int32)
+    rows = Rows(zeros, zeros, kinds, zeros, zeros, ids, tokens)
     whole = Bucket(length, [1], 2, 1, "p", "d", "c")
     assert first_part(rows, whole) == min(tokens, length)
     kept = data.draw(st.integers(1, length))
