@@ -86,7 +86,7 @@ def prompt_of(checkpoint: Checkpoint, inputs: dict[str, Any]) -> Prompt:
             encoded = [split(checkpoint.encoder(pixels)) for pixels in pictures]
         embeddings[visual] = torch.cat([tokens[0] for tokens, _ in encoded])
         deepstack[visual] = torch.cat([taps for _, taps in encoded], dim=1).movedim(0, 1)
-    images = torch.where(visual, (visual.cumsum(0) - 1) // checkpoint.image_tokens + 1, 0)
+    images = torch.where(visual, (visual.cumsum(0) - 1) // max(checkpoint.image_tokens, 1) + 1, 0)
     numbers = torch.from_numpy(segments(ids.numpy(), images.numpy(), checkpoint.sentence_ends))
     positions = torch.arange(len(ids))
     prompt = Prompt(embeddings, torch.where(visual, VISUAL, TEXT), positions, numbers, deepstack=deepstack)

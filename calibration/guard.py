@@ -79,7 +79,7 @@ class Reader:
 
     def _on(self, prompt: Prompt) -> tuple[Observed, Prompt]:
         text = int((prompt.kinds == TEXT).sum())
-        images = (len(prompt) - text) // self.checkpoint.image_tokens
+        images = (len(prompt) - text) // max(self.checkpoint.image_tokens, 1)
         length = bucket_length(self.checkpoint, self.recipe, max(images, 1), text)  # nobody builds one for text alone
         if length not in self.buckets:
             decoder, known = self.prepared.decoder, self.prepared.statistics
@@ -192,8 +192,10 @@ class Guard:
         return None
 
     def _warnings(self) -> list[str]:
-        found = warnings(len(self.calibration), sum(bool(sample.images) for sample in self.calibration))
-        if not any(sample.images for sample in self.held_out):
+        found = warnings(
+            len(self.calibration), sum(bool(sample.images) for sample in self.calibration), self.checkpoint
+        )
+        if self.checkpoint.takes_images and not any(sample.images for sample in self.held_out):
             found.append("no held-out sample has an image: what becomes of images is not guarded")
         if self.known:
             check(self.known, self.checkpoint)

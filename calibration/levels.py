@@ -49,15 +49,14 @@ def guarded(
     Raises:
         UserError: a recipe is refused, or there are no samples where some are needed.
     """
-    where = folder or checkpoint.path / "samples"
     needed = any(recipe.needs_samples for recipe in levels.values())
     found = {name: Guarded(note=UNCOMPRESSED if uncompressed(r) else "not guarded: off") for name, r in levels.items()}
     judged = [name for name in levels if found[name].note != UNCOMPRESSED and ways[name] != OFF]
     if not judged:
-        return levels, found, samples.read(where) if needed else []
-    known, others, why = split_samples(where, held_out, bool(folder or needed), say)
+        return levels, found, samples.of(checkpoint.path, folder) if needed else []
+    known, others, why = split_samples(checkpoint, folder, held_out, needed, say)
     if not others:
-        notes = warnings(len(known), sum(bool(sample.images) for sample in known)) if known else []
+        notes = warnings(len(known), sum(bool(sample.images) for sample in known), checkpoint) if known else []
         for warning in (f"not guarded: {why}", *notes):
             say(f"warning: {warning}")
         return levels, found | {name: Guarded(note=f"not guarded: {why}") for name in judged}, known
@@ -93,12 +92,13 @@ def uncompressed(recipe: Recipe) -> bool:
 
 
 def split_samples(
-    folder: Path, held_out: str | None, wanted: bool, say: Callable[[str], None]
+    checkpoint: Checkpoint, folder: Path | None, held_out: str | None, needed: bool, say: Callable[[str], None]
 ) -> tuple[list[Sample], list[Sample], str]:
     """Those to calibrate on, those to judge by, and why there are none of these."""
-    if not (wanted or held_out or (folder / samples.FILE).is_file()):
-        return [], [], f"no samples in {folder}"
-    given = samples.read(folder, text_only=True)
+    own = checkpoint.path / "samples"
+    if checkpoint.takes_images and not (folder or needed or held_out or (own / samples.FILE).is_file()):
+        return [], [], f"no samples in {own}"
+    given = samples.of(checkpoint.path, folder, text_only=True)
     if held_out:
         others, notes = samples.apart(given, samples.read(held_out, text_only=True))
         for note in notes:

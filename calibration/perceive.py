@@ -35,7 +35,8 @@ class Perceive:
         if self.stage.quota is not None:
             fewest.append(self.stage.count(self.tokens, self.stage.quota))
         self.count = min(fewest)
-        self.vision = Vision(checkpoint.encoder, recipe, checkpoint.layouts[0], checkpoint.decoder)
+        if checkpoint.layouts:
+            self.vision = Vision(checkpoint.encoder, recipe, checkpoint.layouts[0], checkpoint.decoder)
 
     def __call__(self, prompt: Prompt) -> Prompt:
         visual = prompt.kinds == VISUAL

@@ -1,4 +1,4 @@
-"""Calibration samples: images with prompts. Never text alone: visual rows have other ranges than text rows."""
+"""Calibration samples: images with prompts. Visual rows have other ranges: text alone is for models of text alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from PIL import Image
 
 from engines.bundle import sha256
 from engines.errors import UserError, one_line
+from export.checkpoint import takes_images
 
 if TYPE_CHECKING:
     from export.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ FILE = "samples.jsonl"
 SHOWN = 160  # characters of a prompt or a file's name in a message
 KEYS = ("images", "prompt", "answer", "task")
 EASY_VQA, EASY_VQA_SAMPLES = "easy-vqa", 256  # in place of a folder: the images and questions of that package
+PYDOC, PYDOC_SAMPLES, PYDOC_LENGTH = "pydoc", 16, 1500  # Python's own documentation, and characters of a passage
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,24 @@ class Sample:
     task: str = ""
 
 
+def of(checkpoint: Path, given: str | Path | None = None, text_only: bool = False) -> list[Sample]:
+    """A checkpoint's samples: those that are given, else those beside its weights; see `read`.
+
+    A model of text alone has some in any case, and takes texts alone.
+    """
+    where = given or checkpoint / "samples"
+    if takes_images(checkpoint):
+        return read(where, text_only)
+    return read(where if given or (Path(where) / FILE).is_file() else PYDOC, text_only=True)
+
+
 def read(folder: str | Path, text_only: bool = False) -> list[Sample]:
     """Read `samples.jsonl` of a folder: {"images": ["a.png", ...], "prompt": "...", "answer": "..."} a line.
 
     `answer` and `task` may be left out.
 
     Args:
-        folder: or `easy-vqa`.
+        folder: or `easy-vqa`, or `pydoc`, which is text alone.
         text_only: whether samples without any image are taken too.
 
     Raises:
@@ -56,6 +69,8 @@ def read(folder: str | Path, text_only: bool = False) -> list[Sample]:
     """
     if str(folder) == EASY_VQA:
         return easy_vqa()
+    if str(folder) == PYDOC:
+        return pydoc()
     path = Path(folder) / FILE
     if not path.is_file():
         raise UserError(f"{path} does not exist: give a folder with {FILE} and its images by --samples")
@@ -110,6 +125,16 @@ def easy_vqa(count: int = EASY_VQA_SAMPLES) -> list[Sample]:
     paths = data.get_train_image_paths()
     chosen = range(0, len(questions), len(questions) // count)[:count]
     return [Sample([Path(paths[images[i]])], questions[i], answers[i], EASY_VQA) for i in chosen]
+
+
+def pydoc(count: int = PYDOC_SAMPLES) -> list[Sample]:
+    """Passages of the language reference that every Python brings along: English prose of some hundred words each."""
+    from pydoc_data.topics import topics
+
+    long = [topic for topic in topics.values() if len(topic) > 2 * PYDOC_LENGTH]
+    chosen = (long[len(long) * i // count] for i in range(count))
+    asked = "Say in a few words what this text is about:"
+    return [Sample([], f"{asked}\n\n{text[PYDOC_LENGTH : 2 * PYDOC_LENGTH]}", task=PYDOC) for text in chosen]
 
 
 def split(samples: Sequence[Sample], seed: int = 0, share: float = 0.25) -> tuple[list[Sample], list[Sample]]:

@@ -159,7 +159,7 @@ def _finish(
         seed=seed,
         kind=kind(*(told.get(name, np.nan) for name in SIGNALS)),
         signals={name: told.get(name) for name in SIGNALS},
-        warnings=warnings(len(samples), with_images),
+        warnings=warnings(len(samples), with_images, checkpoint),
     )
     return AttentionMap(facts=facts, **arrays)
 
@@ -180,8 +180,8 @@ def key_bias(checkpoint: Checkpoint, layers: int, shape: tuple[int, int]) -> Ten
     return biases
 
 
-def warnings(samples: int, with_images: int) -> list[str]:
-    found = [] if with_images else [TEXT_ONLY]
+def warnings(samples: int, with_images: int, checkpoint: Checkpoint) -> list[str]:
+    found = [TEXT_ONLY] if checkpoint.takes_images and not with_images else []
     if samples < FEW:
         found.append(f"{samples} samples are few: from {FEW} on the figures hold better")
     return found

@@ -43,7 +43,7 @@ def guarded_weights(
     stored = StoredWeights(weights.dtype, group, parameters)  # type: ignore[arg-type]  # one of its names
     if weights.dtype == "float32":
         return checkpoint, stored
-    known, others, why = split_samples(folder or checkpoint.path / "samples", held_out, bool(folder), say)
+    known, others, why = split_samples(checkpoint, folder, held_out, False, say)
     if weights.dtype == "float16":
         seen = [*known, *others]
         found = islands(checkpoint, seen, task("looking for what float16 does not hold", len(seen)))

@@ -17,6 +17,7 @@ from engines.gate import Adaptive
 from engines.guard import Guarded
 from engines.layout import Layout
 from engines.mrope import MRope
+from engines.tokens import NO_TOKEN
 from engines.weights import Embedding, StoredWeights
 
 FORMAT = "unicache-edge"
@@ -165,7 +166,7 @@ class Model:
         if wrong := [name for name in sizes if getattr(self, name) < 1]:
             raise ValueError(f"{wrong[0]} must be at least 1, got {getattr(self, wrong[0])}")
         _check_heads(self.kv_heads)
-        if not 0 <= self.image_token_id < self.vocab_size:
+        if not (0 if self.layouts else NO_TOKEN) <= self.image_token_id < self.vocab_size:
             raise ValueError(f"image token {self.image_token_id} is outside the vocabulary of {self.vocab_size}")
         if len({layout.name for layout in self.layouts}) < len(self.layouts):
             raise ValueError(f"two layouts have one name: {', '.join(layout.name for layout in self.layouts)}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 PADDING, TEXT, VISUAL = 0, 1, 2  # kinds of tokens
+NO_TOKEN = -1  # id of the image token of a model that takes no images: no prompt has it
 # Added to a kind where the KV state holds it: a text token begins a sentence; a token aligns text and image.
 FIRST, ALIGNED = 4, 8
 

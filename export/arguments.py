@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "models" / "demo-vlm"
 DEFAULT_RECIPES = ("off", "balanced", "extreme")
 DEFAULT_IMAGES = (1, 4, 8)
+DEFAULT_TEXT = {True: (24,), False: (232, 1000)}  # tokens of question, by whether the model takes images
 
 
 def image_size(text: str) -> tuple[int, int]:
@@ -95,9 +96,8 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--text-tokens",
         type=positive,
-        default=24,
         metavar="T",
-        help="tokens of question to leave room for (default: 24)",
+        help="tokens of question to leave room for (default: 24; if the model takes no images 232, and 1000)",
     )
     parser.add_argument(
         "--buckets",
@@ -110,7 +110,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         "--samples",
         type=Path,
         help="folder with samples.jsonl and its images, to calibrate quantization with, but for a quarter that levels "
-        "are judged by (default: CHECKPOINT/samples)",
+        "are judged by (default: CHECKPOINT/samples; pydoc, Python's documentation, for a model without images)",
     )
     parser.add_argument("--held-out", metavar="DIR", help="judge by these samples, calibrate with all of --samples")
     parser.add_argument(

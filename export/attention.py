@@ -45,8 +45,13 @@ def _hook(
     if options.get("s_aux") is not None:
         raise UserError("this model's attention has s_aux (sinks that are no tokens), which is not supported yet")
     scale = Scale(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
-    output = _active.get()(int(module.layer_idx), query, key, value, scale)  # type: ignore[arg-type]
+    output = active()(int(module.layer_idx), query, key, value, scale)  # type: ignore[arg-type]
     return output.transpose(1, 2).contiguous(), None
+
+
+def active() -> LayerAttention:
+    """What the innermost `attention_by` has put in place."""
+    return _active.get()
 
 
 @contextlib.contextmanager

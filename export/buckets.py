@@ -18,11 +18,12 @@ def text_tokens(
     """Text tokens of a chat: what is written around and in its images, its questions, and the answers between them.
 
     Args:
-        images: all in the first turn.
+        images: all in the first turn; none if the model takes none.
         question, answer: tokens of each.
         layout: of the images; by default the first.
     """
     layout = layout or next(iter(checkpoint.layouts), None)
+    images = images if layout else 0
     said = [{"type": "text", "text": ""}]
     first = {"role": "user", "content": [*[{"type": "image"}] * images, *said]}
     later = [{"role": "assistant", "content": said}, {"role": "user", "content": said}]

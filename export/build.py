@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import sys
 from functools import partial
@@ -23,7 +24,7 @@ if not __package__:  # run as a script, Python puts export/ first; `export` must
 from engines import bundle  # noqa: E402
 from engines.errors import UserError, command  # noqa: E402
 from engines.plans import describe  # noqa: E402
-from export.arguments import DEFAULT_IMAGES, DEFAULT_RECIPES, DEMO, arguments  # noqa: E402
+from export.arguments import DEFAULT_IMAGES, DEFAULT_RECIPES, DEFAULT_TEXT, DEMO, arguments  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,12 +46,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.out is None and args.checkpoint == DEMO:
         out = ROOT / "build" / DEMO.name
     with bundle.writing(out) as folder:
-        build(args, folder)
+        image = " --image FILE" * bool(build(args, folder).model.layouts)
         size = sum(f.stat().st_size for f in folder.iterdir())
-    print(f"wrote {out} ({size / 2**20:.1f} MiB)\nask it:  python -m runtime ask {out} --image FILE 'question'")
+    print(f"wrote {out} ({size / 2**20:.1f} MiB)\nask it:  python -m runtime ask {out}{image} 'question'")
 
 
-def build(args: argparse.Namespace, folder: Path) -> None:
+def build(args: argparse.Namespace, folder: Path) -> bundle.Manifest:
     """Make all of a bundle in `folder`, which becomes the bundle when this returns."""
     print("loading PyTorch and transformers ...", flush=True)
     from rich.console import Console
@@ -119,14 +120,13 @@ def build(args: argparse.Namespace, folder: Path) -> None:
             def looked(what: str, total: int) -> Callable[[], None]:
                 return partial(bar.advance, bar.add_task(what, total=total))
 
-            where = args.samples or args.checkpoint / "samples"
             # Of a level that was lightened: as it was given, and as it is built.
             verdicts = [v for told in guarded.values() for v in (*told.verdicts[:1], *told.verdicts[1:][-1:])]
-            why_not = assemble.write_into(folder, checkpoint, levels, prepared, where, verdicts, looked)
+            why_not = assemble.write_into(folder, checkpoint, levels, prepared, args.samples, verdicts, looked)
         if why_not:
             print(f"without a report: {why_not}")
     plans = [plan for backend in backends[1:] for plan in _build_plans(backend, manifest, folder, console, kernels)]
-    bundle.seal(folder, _with_plans(manifest, plans, backends, kernels))
+    return bundle.seal(folder, _with_plans(manifest, plans, backends, kernels))
 
 
 def _levels(args: argparse.Namespace) -> dict[str, Recipe]:
@@ -235,13 +235,17 @@ def bucket_lengths(args: argparse.Namespace, checkpoint: Checkpoint, recipe: Rec
         if too_long := [s for s in lengths if not 1 <= s <= limit]:
             raise UserError(f"--buckets {too_long[0]}: the model has positions 1 to {limit}")
         return sorted(set(lengths))
+    if args.images and not checkpoint.layouts:
+        raise UserError(f"--images {args.images[0]}: {checkpoint.model_type} models take no images: leave it out")
     lengths, largest = [], max(checkpoint.layouts, key=lambda layout: layout.tokens, default=None)
-    for images in args.images or DEFAULT_IMAGES:
-        text = text_tokens(checkpoint, images, args.text_tokens, layout=largest)
+    counts = (args.images or DEFAULT_IMAGES) if largest else [0]
+    questions = [args.text_tokens] if args.text_tokens else DEFAULT_TEXT[bool(largest)]
+    for images, question in itertools.product(counts, questions):
+        text = text_tokens(checkpoint, images, question, layout=largest)
         lengths.append(bucket_length(checkpoint, recipe, images, text, largest))
-        if lengths[-1] > limit and (args.images or images == 1):
+        if lengths[-1] > limit and (args.images or len(lengths) == 1):
             raise UserError(
-                f"a prompt of {images} image{'s' * (images > 1)} and --text-tokens {args.text_tokens} takes "
+                f"a prompt of {images} image{'s' * (images != 1)} and --text-tokens {question} takes "
                 f"{lengths[-1]} tokens, and the model has {limit} positions: give fewer of them"
             )
     return sorted({s for s in lengths if s <= limit})
@@ -280,12 +284,13 @@ def _write_processor(checkpoint: Checkpoint, folder: Path) -> None:
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(checkpoint.processor.chat_template or tokenizer.chat_template)
     tokens = {name: getattr(tokenizer, name, None) for name in ("bos_token", "eos_token", "pad_token")}
-    image = tokenizer.convert_ids_to_tokens(checkpoint.image_token_id)
+    image = tokenizer.convert_ids_to_tokens(checkpoint.image_token_id) if checkpoint.takes_images else None
     begun = checkpoint.processor.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": "?"}]}])
     special = adds_special_tokens(checkpoint.processor, begun)
     prompt = {**tokens, "image_token": image, "add_special_tokens": special}
     (folder / "prompt.json").write_text(json.dumps(prompt, indent=1))
-    checkpoint.preprocessor.write(folder)
+    if checkpoint.preprocessor:
+        checkpoint.preprocessor.write(folder)
 
 
 def _build_plans(

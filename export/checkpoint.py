@@ -18,13 +18,14 @@ from torch import nn
 from engines.errors import UserError, one_line
 from engines.layout import Layout
 from engines.preprocessor import ImagePreprocessor
-from engines.tokens import sentence_ends
+from engines.tokens import NO_TOKEN, sentence_ends
 from export.attention import use_hook
 from export.compat import check_transformers
 from export.families import FAMILIES, MISSING
 from export.graphs import Decoder
 from export.layouts import DO_NOT_FIT, layout, sizes_of
 from export.preprocessors import load_processor, settings
+from export.text_processor import TextProcessor
 from export.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ class Checkpoint:
     """A loaded model with its processor, and what the exporter needs to know of it.
 
     Attributes:
+        preprocessor: None if the model takes no images; then the image token is `NO_TOKEN`.
         placeholder: what the chat template writes for a picture.
-        layouts: what pictures are brought to; the first one is what calibration works with.
+        layouts: what pictures are brought to, none if the model takes none; calibration works with the first one.
         encoders: of each layout, by its name: from its `pixel_values` to its visual tokens.
     """
 
@@ -46,7 +48,7 @@ class Checkpoint:
     processor: Any
     model_type: str
     decoder: Decoder
-    preprocessor: ImagePreprocessor
+    preprocessor: ImagePreprocessor | None
     image_token_id: int
     placeholder: str
     layouts: list[Layout]
@@ -54,9 +56,13 @@ class Checkpoint:
     weights: Weights = dataclasses.field(default_factory=Weights)
 
     @property
+    def takes_images(self) -> bool:
+        return bool(self.layouts)
+
+    @property
     def encoder(self) -> nn.Module:
-        """Of the first layout, which calibration works with."""
-        return self.encoders[self.layouts[0].name]
+        """Of the first layout, which calibration works with; an empty module where there is none."""
+        return self.encoders[self.layouts[0].name] if self.layouts else nn.Module()
 
     @property
     def image_tokens(self) -> int:
@@ -98,7 +104,7 @@ class Checkpoint:
 
     def brought(self, image: Image) -> Image:
         """A picture at the size of the first layout, where the processor would make several sizes."""
-        if not self.layouts or self.preprocessor.fixed_size:
+        if not self.layouts or self.preprocessor is None or self.preprocessor.fixed_size:
             return image
         height, width = self.pixel_size
         return image.resize((width, height), self.preprocessor.resample)
@@ -131,11 +137,17 @@ def load(folder: str | Path, weights: bool = True, sizes: Sequence[tuple[int, in
         why = f": it has {lacks}" if lacks else ""
         raise UserError(f"{path}: model type {model_type!r} is not supported{why}; supported: {', '.join(supported)}")
     check_transformers()
-    model = _model(path) if weights else _skeleton(path)
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     family = FAMILIES[model_type]
+    kind = AutoModelForImageTextToText if family.encoder else AutoModelForCausalLM
+    model = _model(path, kind) if weights else _skeleton(path, kind)
     decoder = family.decoder(model)
     processor = _processor(path)
     use_hook(decoder.language_model)
+    if family.encoder is None:
+        _check_template(path, text := TextProcessor(processor))
+        return Checkpoint(path, model, text, model_type, decoder, None, NO_TOKEN, "", [], {})
     try:
         preprocessor = settings(processor)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -147,6 +159,19 @@ def load(folder: str | Path, weights: bool = True, sizes: Sequence[tuple[int, in
         _check_encoder(path, encoders[each.name], each, image_token_id, "cpu" if weights else "meta")
     parts = preprocessor, image_token_id, processor.image_token, layouts, encoders
     return Checkpoint(path, model, processor, model_type, decoder, *parts)
+
+
+def takes_images(folder: str | Path) -> bool:
+    """Whether the model of a checkpoint's folder does; also where it is none that can be loaded."""
+    family = FAMILIES.get(str(_config(Path(folder)).get("model_type")))
+    return family is None or family.encoder is not None
+
+
+def _check_template(path: Path, processor: TextProcessor) -> None:
+    try:
+        processor.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": "?"}]}])
+    except Exception as error:  # a base model has none, and one that is there can fail in any way
+        raise UserError(f"{path}: its tokenizer makes no prompt of a chat: {one_line(error)[:300]}") from error
 
 
 def _check_encoder(path: Path, encoder: nn.Module, layout: Layout, image_token_id: int, device: str) -> None:
@@ -176,9 +201,7 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _model(path: Path) -> Any:
-    from transformers import AutoModelForImageTextToText
-
+def _model(path: Path, kind: Any) -> Any:
     if (path / "adapter_config.json").is_file():
         raise UserError(f"{path} holds an adapter, which is not applied: merge it into the model first")
     if not any(path.glob("*.safetensors")):
@@ -187,7 +210,7 @@ def _model(path: Path) -> Any:
     info: Any
     with _quiet():
         try:
-            model, info = AutoModelForImageTextToText.from_pretrained(  # type: ignore[misc]  # with the loading info
+            model, info = kind.from_pretrained(
                 path,
                 dtype=torch.float32,
                 output_loading_info=True,
@@ -212,13 +235,13 @@ def _model(path: Path) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _skeleton(path: Path) -> Any:
-    from transformers import AutoConfig, AutoModelForImageTextToText
+def _skeleton(path: Path, kind: Any) -> Any:
+    from transformers import AutoConfig
 
     with _quiet(), torch.device("meta"):
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+            model = kind.from_config(config, dtype=torch.float32)
         except Exception as error:  # as above
             raise UserError(f"{path}: its configuration makes no model: {one_line(error)[:300]}") from error
     return model.eval().requires_grad_(False)

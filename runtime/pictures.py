@@ -22,7 +22,8 @@ class Pictures:
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle, self._known = bundle, bundle.manifest.model.layouts
-        self._settings = ImagePreprocessor.read(bundle.path)
+        if self._known:
+            self._settings = ImagePreprocessor.read(bundle.path)
 
     def layouts(self, images: Sequence[ImageSource]) -> list[Layout]:
         """What each of them is brought to, by their headers: the layout of the size that the model's own rule says.

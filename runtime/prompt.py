@@ -260,7 +260,11 @@ class PromptReader:
             UserError: the question is empty, the messages have no known form, or the template refuses them.
         """
         messages = messages_of(prompt, images)
+        if not self._model.layouts and (images or any(map(_shows, messages))):
+            raise UserError(f"{self._model.model_type} takes no images: ask it without")
         try:
+            if not self._model.layouts:
+                messages = [{**message, "content": _plain(message["content"])} for message in messages]
             absent = {"tools": None, "documents": None}  # Hugging Face defines them, and templates ask whether it did
             return self._template.render(messages=messages, add_generation_prompt=True, **absent, **self._variables)
         except Exception as error:  # a template is a program of the checkpoint's: it can fail in any way
@@ -325,6 +329,16 @@ def messages_of(prompt: Prompt, images: int) -> list[dict[str, Any]]:
                 f'{{"type": "text", "text": "..."}}, got {content!r}'
             )
     return [dict(message) for message in prompt]
+
+
+def _shows(message: Mapping[str, Any]) -> bool:
+    """Whether an image belongs to a message."""
+    return not isinstance(message["content"], str) and any(part.get("type") == "image" for part in message["content"])
+
+
+def _plain(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """A message's content as templates of models without images take it: one text."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _is_part(part: Any) -> bool:

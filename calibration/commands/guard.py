@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         return dataclasses.replace(recipe, guard=limits)
 
     recipe, *others = (limited(recipes.load(name, folder)) for name in (arguments.recipe, *arguments.lighter))
-    given = samples.read(arguments.samples or folder / "samples", text_only=True)
+    given = samples.of(folder, arguments.samples, text_only=True)
     if arguments.held_out:
         calibration, (held_out, notes) = given, samples.apart(given, samples.read(arguments.held_out, text_only=True))
     else:

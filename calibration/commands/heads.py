@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     table = {"merge": True, "most": arguments.most, "align": arguments.align}
     heads = parse(Heads, table, "--most")
-    chosen = samples.read(arguments.samples or arguments.checkpoint / "samples")[: arguments.limit]
+    chosen = samples.of(arguments.checkpoint, arguments.samples)[: arguments.limit]
     checkpoint = checkpoints.load(arguments.checkpoint)
     with progress_bar() as bar:
         task = bar.add_task("comparing KV heads", total=2 * len(chosen))

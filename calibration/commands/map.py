@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     from export import checkpoint as checkpoints
 
     checkpoint = checkpoints.load(arguments.checkpoint)
-    chosen = samples.read(arguments.samples or arguments.checkpoint / "samples", text_only=True)[: arguments.limit]
+    chosen = samples.of(arguments.checkpoint, arguments.samples, text_only=True)[: arguments.limit]
     out = arguments.out or attention_map.default_path(arguments.checkpoint)
     work = out.with_name(f"{out.name}.work")
     if out.is_dir():

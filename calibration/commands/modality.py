@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     checkpoint = checkpoints.load(folder, weights=False)
     survey.check(found, checkpoint)
     budget = modality_budget.measured(found, visual_cap=arguments.visual_cap, text_cap=arguments.text_cap)
-    chosen = samples.read(arguments.samples or folder / "samples")[: arguments.limit]
+    chosen = samples.of(folder, arguments.samples)[: arguments.limit]
     text, visual = modality_budget.tokens(checkpoint, chosen).mean(axis=0).tolist()
     left = modality_budget.kept(budget, visual, text, arguments.keep)
     if arguments.json:

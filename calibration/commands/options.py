@@ -33,7 +33,11 @@ def number(fits: Callable[[float], bool], what: str) -> Callable[[str], float]:
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """The model that is measured, and what it is measured on: they stand first in every such command's help."""
     parser.add_argument("checkpoint", type=Path, help="folder as save_pretrained writes it")
-    parser.add_argument("--samples", help="folder with samples.jsonl, or easy-vqa (default: CHECKPOINT/samples)")
+    parser.add_argument(
+        "--samples",
+        help="folder with samples.jsonl, easy-vqa or, text alone, pydoc (default: CHECKPOINT/samples; "
+        "pydoc for a model of text alone that has none)",
+    )
 
 
 share = number(lambda share: 0 <= share <= 1, "from 0 to 1")

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     from export import recipe as recipes
 
     recipe = recipes.load(arguments.recipe, arguments.checkpoint)
-    chosen = samples.read(arguments.samples or arguments.checkpoint / "samples")[: arguments.limit]
+    chosen = samples.of(arguments.checkpoint, arguments.samples)[: arguments.limit]
     checkpoint = checkpoints.load(arguments.checkpoint)
     with progress_bar() as bar:
         task = bar.add_task("samples", total=len(chosen))

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     recipe = recipes.load(arguments.recipe, arguments.checkpoint)
     tables = precision.tables(recipe, arguments.methods or precision.METHODS)
-    chosen = samples.read(arguments.samples or arguments.checkpoint / "samples")[: arguments.limit]
+    chosen = samples.of(arguments.checkpoint, arguments.samples)[: arguments.limit]
     checkpoint = checkpoints.load(arguments.checkpoint)
     with progress_bar() as bar:
         task = bar.add_task("samples", total=2 * len(chosen))

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.latency or (),
         arguments.trials,
     )
-    known = samples.read(arguments.samples or folder / "samples", text_only=True)
+    known = samples.of(folder, arguments.samples, text_only=True)
     found = attention_map.load(arguments.map) if arguments.map else None
     checkpoint = checkpoints.load(folder)
     with progress_bar() as bar:

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     sensitivity.check(arguments.keep, arguments.least)
     recipe = recipes.load(arguments.recipe, arguments.checkpoint)
-    chosen = samples.read(arguments.samples or arguments.checkpoint / "samples")[: arguments.limit]
+    chosen = samples.of(arguments.checkpoint, arguments.samples)[: arguments.limit]
     checkpoint = checkpoints.load(arguments.checkpoint)
     with progress_bar() as bar:
         # Layers are those of the decoder that the recipe makes: heads merged, positions stretched.

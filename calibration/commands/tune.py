@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     limits = dataclasses.asdict(base.guard) | ({} if points is None else {"task": -points}) | arguments.limits
     settings = base.settings() | {"name": arguments.name, "guard": limits}
     base = parse(recipes.Recipe, settings, "--name and --limits")
-    given = samples.read(arguments.samples or folder / "samples", text_only=True)
+    given = samples.of(folder, arguments.samples, text_only=True)
     check_writable(out)
     checkpoint, trials = checkpoints.load(folder), out.with_suffix(".trials")
     try:

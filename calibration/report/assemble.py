@@ -30,18 +30,18 @@ def write_into(
     checkpoint: Checkpoint,
     levels: Mapping[str, Recipe],
     prepared: Mapping[str, Prepared],
-    samples: str | Path,
+    samples: str | Path | None,
     verdicts: Sequence[Verdict] = (),
     task: Callable[[str, int], Callable[[], None]] = lambda what, total: lambda: None,
 ) -> str:
     """Put the page into a bundle's folder; returns why it is not there, if it is not.
 
     Args:
-        samples: their folder.
+        samples: their folder; None: the checkpoint's.
         task: called with what is about to be measured and the number of samples; what it returns, once a sample.
     """
     try:
-        known = sampling.read(samples, text_only=True)
+        known = sampling.of(checkpoint.path, samples, text_only=True)
         few = spread_out(known, SAMPLES)
         found = survey.measure(checkpoint, few, progress=task("looking at attention", len(few)))
         write(folder / FILE, report(checkpoint, levels, prepared, known, found, figures(verdicts)))
@@ -130,7 +130,8 @@ def _facts(checkpoint: Checkpoint, found: AttentionMap) -> list[str]:
     signals = ", ".join(f"{n.replace('_', ' ')} {v:.2f}" for n, v in facts.signals.items() if v is not None)
     return [
         f"{checkpoint.model_type}, {parameters / 1e6:.1f} M parameters: {sizes.layers} layers of {sizes.heads} query "
-        f"and {sizes.kv_heads} KV heads of {sizes.head_dim}; {checkpoint.image_tokens} tokens an image.",
+        f"and {sizes.kv_heads} KV heads of {sizes.head_dim}; "
+        + (f"{checkpoint.image_tokens} tokens an image." if checkpoint.takes_images else "text alone."),
         f"Attention measured on {facts.samples} samples, {facts.with_images} with images: {facts.tokens} tokens, "
         f"{facts.steps} steps. By it a model of {facts.kind} ({signals}).",
         f"Made with {versions}.",

@@ -77,6 +77,7 @@ def look(checkpoint: Checkpoint, sample: Sample) -> Look:
 def picture_of(checkpoint: Checkpoint, sample: Sample, number: int) -> NDArray[np.uint8]:
     """What the preprocessor makes of a sample's image: the pixels, or where those are cut to pieces what it cuts."""
     p, shape = checkpoint.preprocessor, checkpoint.layouts[0].pixel_values
+    assert p  # there are layouts
     if len(shape) != 4 or shape[0] > 1:
         return np.asarray(checkpoint.brought(opened(sample.images[number])))
     pixels = model_inputs(checkpoint, sample)["pixel_values"][number]

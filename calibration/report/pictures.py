@@ -23,7 +23,9 @@ Drawn = list[tuple[Look, tuple[int, int]]]  # images and their grids of patches
 
 
 def drawable(checkpoint: Checkpoint, samples: Sequence[Sample]) -> Drawn:
-    """Some of the samples' images; none if the tokens are no grid of square patches."""
+    """Some of the samples' images; none if it takes none, or the tokens are no grid of square patches."""
+    if not checkpoint.takes_images:
+        return []
     shape = overlay.grid(checkpoint.image_tokens, *checkpoint.pixel_size)
     return [(look(checkpoint, sample), shape) for sample in choose(samples, IMAGES)] if shape else []
 

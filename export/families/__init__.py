@@ -7,6 +7,7 @@ from functools import partial
 from export.families.family import Family, decoder
 from export.families.features import Mistral3, Tiles, features, llava, packed
 from export.families.patches import Patches, Windows
+from export.families.text import TEXT
 
 FAMILIES: dict[str, Family] = {
     "aya_vision": Family(features, decoder),
@@ -15,13 +16,17 @@ FAMILIES: dict[str, Family] = {
     "got_ocr2": Family(features, decoder),
     "idefics3": Family(Tiles, decoder),
     "internvl": Family(features, decoder),
+    "llama": TEXT,
     "llava": Family(llava, decoder),
     "llava_next": Family(packed, decoder),
     "llava_onevision": Family(packed, decoder),
+    "mistral": TEXT,
     "mistral3": Family(Mistral3, decoder),
     "paligemma": Family(features, partial(decoder, block="prompt", first_position=1)),
+    "qwen2": TEXT,
     "qwen2_5_vl": Family(Windows, decoder),
     "qwen2_vl": Family(Patches, decoder),
+    "qwen3": TEXT,
     "qwen3_vl": Family(Patches, decoder),
     "smolvlm": Family(Tiles, decoder),
 }

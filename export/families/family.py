@@ -20,11 +20,11 @@ class Family:
 
     Attributes:
         encoder: model, layout -> module from its `pixel_values`, float32, to visual tokens [1, N, hidden_size], and
-            of Qwen3-VL what is added behind its decoder's first layers too, [taps, N, hidden_size].
+            of Qwen3-VL what is added behind its decoder's first layers too, [taps, N, hidden_size]; None: no images.
         decoder: model -> its decoder, head and sizes.
     """
 
-    encoder: Callable[[Any, Layout], nn.Module]
+    encoder: Callable[[Any, Layout], nn.Module] | None
     decoder: Callable[[Any], Decoder]
 
 

@@ -39,8 +39,9 @@ class Levels:
         self.name = self.bundle.path.resolve().name
         manifest = self.bundle.manifest
         self.models = {self.name: first.level} | {f"{self.name}:{level}": level for level in manifest.levels}
-        self.preprocessor = ImagePreprocessor.read(self.bundle.path)
         self.layouts = {layout.name: layout for layout in manifest.model.layouts}
+        if self.layouts:
+            self.preprocessor = ImagePreprocessor.read(self.bundle.path)
         self._created = int((self.bundle.path / MANIFEST).stat().st_mtime)
 
     def open(self, level: str) -> VLM:

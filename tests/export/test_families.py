@@ -47,7 +47,9 @@ def encoder(model: Any, picture: Picture, height: int, width: int) -> nn.Module:
     """As a checkpoint's layout of that size makes it."""
     shape = list(pixels_of(picture).shape)
     layout = Layout(f"{height}x{width}", height, width, shape, "<image>", 1, picture.grid)
-    return FAMILIES[model.config.model_type].encoder(model, layout).eval()
+    made = FAMILIES[model.config.model_type].encoder
+    assert made
+    return made(model, layout).eval()
 
 
 def pixels_of(picture: Picture) -> Tensor:

@@ -203,7 +203,7 @@ def test_the_same_command_writes_the_same_page(folder: Path, pages: dict[str, Pa
 
 def test_the_demo_has_samples_enough_to_go_without_a_warning() -> None:
     few = spread_out(sampling.read(DEMO / "samples", text_only=True), SAMPLES)
-    assert survey.warnings(len(few), sum(bool(sample.images) for sample in few)) == []
+    assert survey.warnings(len(few), sum(bool(sample.images) for sample in few), checkpoints.load(DEMO)) == []
 
 
 def test_every_level_keeps_its_color() -> None:
