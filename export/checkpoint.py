@@ -22,7 +22,7 @@ from engines.tokens import NO_TOKEN, sentence_ends
 from export.attention import use_hook
 from export.compat import check_transformers
 from export.families import FAMILIES, MISSING
-from export.graphs import Decoder
+from export.graphs import Decoder, split
 from export.layouts import DO_NOT_FIT, layout, sizes_of
 from export.preprocessors import load_processor, settings
 from export.text_processor import TextProcessor
@@ -178,7 +178,7 @@ def _check_encoder(path: Path, encoder: nn.Module, layout: Layout, image_token_i
     """The encoder must give as many tokens as the processor leaves room for."""
     try:
         with torch.no_grad(), torch.device(device):
-            given = encoder(torch.zeros(layout.pixel_values)).shape[1]
+            given = split(encoder(torch.zeros(layout.pixel_values)))[0].shape[1]
     except Exception as error:  # a configuration that does not fit its weights fails anywhere in the model's code
         raise UserError(f"{path}: its vision encoder cannot be run: {one_line(error)}") from error
     if given != layout.tokens:

@@ -32,16 +32,11 @@ FAMILIES: dict[str, Family] = {
 }
 """Hugging Face's `model_type` -> how such a model is taken apart."""
 
-MROPE = "rotary positions with three axes (M-RoPE), which no picture has been tried with from end to end"
 STATE = "which keep a state that is no KV cache"
 MISSING: dict[str, str] = {
     "florence2": "a decoder that reads what an encoder of text gives (cross-attention)",
-    "glm4v": MROPE,
     "lfm2_vl": f"layers that convolve, {STATE}",
     "mllama": "layers that read the image by cross-attention",
-    "qwen2_5_vl": MROPE,
-    "qwen2_vl": MROPE,
     "qwen3_5": f"layers of linear attention, {STATE}",
-    "qwen3_vl": f"{MROPE}, and visual features that enter behind the decoder's first layers (DeepStack)",
 }
 """`model_type` -> what such a model has that is not supported."""
