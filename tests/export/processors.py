@@ -153,7 +153,7 @@ def _gemma3(tokenizer: Any) -> Any:
 
 
 def _got_ocr2(tokenizer: Any) -> Any:
-    return hf.GotOcr2Processor(_tiles({}, 64), tokenizer)
+    return hf.GotOcr2Processor(_tiles({}, 128), tokenizer)
 
 
 QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")

@@ -1,7 +1,8 @@
-"""Gemma 3, PaliGemma and Aya Vision from a checkpoint to an answer: what the runtime says is what Hugging Face says."""
+"""Families with one rotary position, from a checkpoint to an answer: what the runtime says, Hugging Face says."""
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GotOcr2Processor
 
 import runtime
 from engines.errors import UserError
@@ -17,8 +18,22 @@ from export import build
 from runtime.sampling import Sampling
 from tests.export import processors, zoo
 
-STEPS = 24
-LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+STEPS, BUCKET = 24, "96"
+SIZES = {  # of the picture, which are its layout's
+    "llava_pixtral": (56, 84),
+    "mistral3": (56, 84),
+    "llava_next": (56, 100),
+    "llava_onevision": (112, 90),
+    "idefics3": (112, 56),
+    "internvl": (56, 112),
+    "got_ocr2": (128, 128),
+    "aya_vision": (112, 112),
+    "paligemma": (56, 56),
+    "paligemma2": (56, 56),
+    "gemma3": (56, 56),
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+LAYERS: dict[str, Any] = dict.fromkeys(("aya_vision", "paligemma2", "gemma3"), MIXED)
 QUESTION = "what is in the image ?"
 
 
@@ -28,9 +43,7 @@ def answered(name: str, model: Any, picture: Image.Image) -> tuple[list[int], li
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     inputs = processor(images=[picture], text=[text], return_tensors="pt")
-    taken = {key: inputs[key] for key in ("input_ids", "attention_mask", "pixel_values")}
-    if "token_type_ids" in inputs:
-        taken["token_type_ids"] = inputs["token_type_ids"]
+    taken = {key: inputs[key] for key in signature(model.forward).parameters if key in inputs}
     model.generation_config.eos_token_id = None
     greedy = GenerationConfig(
         max_new_tokens=STEPS, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
@@ -43,16 +56,18 @@ def answered(name: str, model: Any, picture: Image.Image) -> tuple[list[int], li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "side"), [("gemma3", 56), ("paligemma2", 56), ("aya_vision", 112)])
-def test_a_bundle_answers_as_hugging_face(name: str, side: int, tmp_path: Path) -> None:
-    """`side`: of the picture, which is the layout's; Aya cuts tiles of 56 from it."""
+@pytest.mark.parametrize("name", SIZES)
+def test_a_bundle_answers_as_hugging_face(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GotOcr2Processor, "num_image_tokens", 4)  # 256 for the real encoder, and in no settings
     folder, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
-    model = zoo.model(name, **LAYERS)
+    height, width = SIZES[name]
+    model = zoo.model(name, num_hidden_layers=2, **LAYERS.get(name, {}))
     model.save_pretrained(folder)
     processors.save(name, folder)
-    options = ["--recipe", "off", "--guard", "off", "--no-report", "--kernels", "never", "--buckets", "64"]
+    once = ["--recipe", "off", "--guard", "off", "--no-report", "--kernels", "never", "--buckets", BUCKET]
+    options = [*once, "--image-sizes", f"{height}x{width}"]
     assert build.main([str(folder), "--out", str(bundle), *options]) == 0
-    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (side, side, 3), dtype=np.uint8))
+    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (height, width, 3), dtype=np.uint8))
     vlm = runtime.open(bundle, threads=1)
     got = vlm.generate(QUESTION, [picture], STEPS, ignore_eos=True, sampling=Sampling(logprobs=0))
     tokens, told = answered(name, model, picture)
