@@ -21,7 +21,7 @@ from engines.tokens import NO_TOKEN
 from engines.weights import Embedding, StoredWeights
 
 FORMAT = "unicache-edge"
-VERSION = 5
+VERSION = 6
 WEIGHTS = "weights.bin"
 
 

@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with_ours = {"env_vars": {"PYTHONPATH": paths}}
         ray.init(arguments.address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=with_ours, **alone)
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a node that is late is told by a bare one
         raise UserError(f"Ray does not start: {one_line(error)}") from error
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # Ray has put its own there
     logging.getLogger("ray.serve").setLevel(logging.WARNING)

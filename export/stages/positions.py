@@ -51,8 +51,12 @@ class Positions(Stage):
 
 
 def turns_halves(language_model: Any, head_dim: int) -> bool:
-    """Whether RoPE turns a whole head, number i of its first half with number i of the second: Llama's way."""
+    """Whether RoPE turns a whole head, number i of its first half with number i of the second: Llama's way.
+
+    Of a model without weights, whose tables are on the `meta` device too, only the first half of that can be told.
+    """
     rotary, one = language_model.rotary_emb, torch.ones(1, 1, dtype=torch.long)
     kinds = [[kind] for kind in getattr(rotary, "layer_types", [])] or [[]]
     tables = [rotary(torch.zeros(1), one, *kind)[0] for kind in kinds]
-    return all(cos.shape[-1] == head_dim and torch.equal(*cos.chunk(2, dim=-1)) for cos in tables)
+    whole = all(cos.shape[-1] == head_dim for cos in tables)
+    return whole and all(cos.is_meta or torch.equal(*cos.chunk(2, dim=-1)) for cos in tables)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from engines import bundle
-from engines.bundle import CHECKSUM, MANIFEST, WEIGHTS, TensorSpec, read
+from engines.bundle import CHECKSUM, MANIFEST, VERSION, WEIGHTS, TensorSpec, read
 from engines.errors import UserError
 from tests.engines.small_bundle import MODEL, TABLE, write
 
@@ -113,8 +113,8 @@ def test_not_a_folder(tmp_path: Path) -> None:
         (b"[]", "no unicache-edge bundle"),
         (b"null", "no unicache-edge bundle"),
         (b'{"name": "a web app"}', "no unicache-edge bundle"),
-        (b'{"format": "unicache-edge", "version": 4}', "is a bundle of version 4, and this program reads 5"),
-        (b'{"format": "unicache-edge", "version": 5}', "missing key"),
+        (b'{"format": "unicache-edge", "version": 4}', f"is a bundle of version 4, and this program reads {VERSION}"),
+        (b'{"format": "unicache-edge", "version": %d}' % VERSION, "missing key"),
         (b'{"format": "unicache-edge", "version": true}', "is a bundle of version True"),
     ],
 )

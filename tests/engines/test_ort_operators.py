@@ -306,7 +306,7 @@ def test_a_whole_graph(
     table: dict[str, Any],
 ) -> None:
     """An exported graph with the library = without it, and every operator of it is a kernel."""
-    (graph,) = (graph.eval() for graph in graphs(checkpoint, "quantize", table) if graph.kind == kind.kind)
+    (graph,) = (graph.eval() for graph in graphs(checkpoint, "quantize", table, [kind]))
     with WeightFile(tmp_path) as weights:
         file = tmp_path / export(graph, graph.kind, weights).file
     nodes = onnx.load(file, load_external_data=False).graph.node

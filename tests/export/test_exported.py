@@ -37,9 +37,10 @@ def built(tiny_bundle: Path) -> Bundle:
 def modules(checkpoint: Checkpoint, built: Bundle) -> dict[str, graphs.Graph]:
     """The PyTorch module of every graph kind of the bundle's only bucket that has one image."""
     recipe = recipes.load(str(RECIPE))
-    bucket = built.manifest.levels["small"].buckets[0]
+    bucket, *_, last = built.manifest.levels["small"].buckets
+    longest = last.length
     state = graphs.State(checkpoint.decoder, recipe, bucket.length)
-    statistics = keys.key_statistics(checkpoint, samples.read(checkpoint.path / "samples"))
+    statistics = keys.key_statistics(checkpoint, samples.read(checkpoint.path / "samples"), reach=longest)
     kinds = (graphs.Prefill, graphs.Decode, graphs.Extend, graphs.Compact)
     return {
         "vision": graphs.Vision(checkpoint.encoder, recipe, checkpoint.layouts[0]).eval(),
