@@ -136,7 +136,7 @@ def load(folder: str | Path, weights: bool = True, sizes: Sequence[tuple[int, in
         lacks = MISSING.get(str(model_type))
         why = f": it has {lacks}" if lacks else ""
         raise UserError(f"{path}: model type {model_type!r} is not supported{why}; supported: {', '.join(supported)}")
-    check_transformers()
+    check_transformers(model_type)
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     family = FAMILIES[model_type]
