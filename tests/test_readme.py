@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from export.families import FAMILIES
-from tests.export import test_answers, test_mrope_end_to_end, test_several_sizes, test_text_only, zoo
+from tests.export import test_answers, test_mrope_end_to_end, test_pictures_end_to_end, test_text_only, zoo
 
 README = Path(__file__).parents[1] / "README.md"
 COLUMNS = ["family", "models", "vision", "prefill", "decode", "pruning", "plan", "int4 weights"]
@@ -34,7 +34,7 @@ def test_cells_are_in_words_that_are_explained() -> None:
 
 def test_families_that_answer_are_those_that_are_asked() -> None:
     _, _, *rows = table()
-    pictures = {*test_answers.SIZES, *test_mrope_end_to_end.SIZES, test_several_sizes.FAMILY}
+    pictures = {*test_answers.SIZES, *test_mrope_end_to_end.SIZES, test_pictures_end_to_end.NAME}
     asked = {*map(zoo.model_type, pictures), *test_text_only.CONFIGS}
     assert {row[0].strip("`") for row in rows if "answer" in row[4]} == asked
     for row in rows:  # one answer goes through all of them
