@@ -47,7 +47,8 @@ MAY_IMPORT = {
     },
 }
 # The server is a package of its own within the runtime: only it needs the extra `serve`.
-SERVER, SERVE = ROOT / "runtime" / "server", {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"}
+SERVER = ROOT / "runtime" / "server"
+SERVE = {"fastapi", "h11", "idna", "starlette", "pydantic", "uvicorn", "prometheus_client"}
 TOP = ROOT / "export" / "build.py"  # the user's entry may import everything but the runtime
 LAZY = {
     "calibration": {"easy_vqa", "jinja2", "matplotlib", "tomli_w"},

@@ -20,7 +20,9 @@ from runtime.server.errors import Refused
 from runtime.server.guard import Guard
 from runtime.server.levels import Levels
 from runtime.server.metrics import CONTENT_TYPE, Metrics
-from runtime.server.protocol import Asked, Limits, check_length, read
+from runtime.server.protocol import Asked, Limits, check_length
+from runtime.server.reading import left, read
+from runtime.server.remote import Names
 from runtime.server.room import Room
 from runtime.server.worker import Job, Worker
 
@@ -36,6 +38,7 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
         token: that requests must bear; "" for none.
         local: whether it listens to this machine only.
     """
+    names = Names()
     metrics = Metrics(lambda: {level: vlm.monitor.counters for level, vlm in levels.opened.copy().items()})
     rows = levels.bundle.manifest.batch
     worker = Worker(limits.queue, rows, lambda job, result: metrics.answer(result, job.waited, job.first))
@@ -93,7 +96,7 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
         leave = worker.enter()
         try:
             room = Room(levels.memory, lambda: worker.here > 1)
-            asked = await _arrived(request, limits, room)
+            asked = await worker.arriving(read(request, limits, room, names))
             room.release()  # what it took is in memory, and counted there
             level, reason = levels.level(asked.request.model)
             check_length(asked.messages, levels.bundle.manifest.levels[level].max_positions)
@@ -147,14 +150,6 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
     return app
 
 
-async def _arrived(request: Request, limits: Limits, room: Room) -> Asked:
-    """The request, if it comes in time: a place is taken while it is read."""
-    try:
-        return await asyncio.wait_for(read(room.entered(request), limits, room.take), limits.body_seconds)
-    except asyncio.TimeoutError:  # noqa: UP041 (in Python 3.10 another one than the builtin)
-        raise Refused(408, f"the request did not arrive within {limits.body_seconds:g} s", "timeout") from None
-
-
 def _start(levels: Levels, level: str, asked: Asked) -> TextStream:
     """Begin to answer; in the worker's thread, which alone touches the models."""
     return levels.open(level).stream(
@@ -169,6 +164,5 @@ def _start(levels: Levels, level: str, asked: Asked) -> TextStream:
 
 async def _watch(request: Request, worker: Worker, job: Job) -> None:
     """End the answer of a client that has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    await left(request)
     worker.cancel(job)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from runtime.server.app import Limits
     from runtime.server.levels import Levels
 
-PACKAGES = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
+PACKAGES = ("fastapi", "h11", "idna", "prometheus_client", "python_multipart", "uvicorn")
 TOKEN = "UNICACHE_TOKEN"
 MEMORY_BUDGET = (
     "memory that the process never exceeds, like 2GiB: a request is let in at a heavier level, or refused, before it "
@@ -58,7 +58,11 @@ def options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         "--max-body", type=positive, default=32, metavar="MIB", help="size of a request, at most (default: 32)"
     )
     parser.add_argument(
-        "--body-seconds", type=positive, default=60, metavar="S", help="until a request has arrived (default: 60)"
+        "--body-seconds",
+        type=positive,
+        default=60,
+        metavar="S",
+        help="until a request has arrived, with the images that are fetched for it (default: 60)",
     )
     parser.add_argument(
         "--max-pixels", type=positive, default=32, metavar="MP", help="megapixels of an image, at most (default: 32)"
@@ -68,7 +72,9 @@ def options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME[:PORT]",
-        help="fetch images of http and https URLs from this host; repeat for several (default: from none)",
+        help="fetch images of http and https URLs from this host, which you trust: whatever address its name leads to "
+        "is asked, also one of this machine or network; redirects are not followed; repeat for several (default: from "
+        "none)",
     )
     parser.add_argument(
         "--on-alarm",
@@ -114,12 +120,14 @@ def prepared(arguments: argparse.Namespace) -> tuple[Levels, Limits]:
     from runtime.monitor import Watch
     from runtime.server.app import Limits
     from runtime.server.levels import Levels
-    from runtime.server.remote import host
+    from runtime.server.remote import host, tls
 
     try:
         hosts = frozenset(map(host, arguments.image_host))
     except ValueError as error:
         raise UserError(f"--image-host: {error}") from error
+    if hosts:
+        tls()  # it counts as in use, too
     limits = Limits(
         queue=arguments.queue,
         body_bytes=arguments.max_body << 20,

@@ -51,5 +51,6 @@ def mistake(error: UserError) -> Refused:
     return Refused(400, one_line(error), "invalid_request")
 
 
+CANCELLED = Refused(499, "the client has left", "cancelled")
 CLOSING = Refused(503, "the server is shutting down", "shutting_down", headers={"Retry-After": "60"})
 INTERNAL = Refused(500, "internal error: the server's log tells more", "internal_error")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 
@@ -11,9 +12,20 @@ from engines.errors import UserError
 from engines.preprocessor import ImagePreprocessor, Plain
 from runtime.preprocess import opened, upright_size
 from runtime.server.errors import Refused
-from runtime.server.remote import Remote
 
 DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+=-]+)*?;base64,")
+
+
+@dataclass(frozen=True)
+class File:
+    """What a client sent as an image, or was fetched for it.
+
+    Attributes:
+        origin: where it is from, as messages about it tell.
+    """
+
+    data: bytes
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -25,32 +37,33 @@ class Image:
     height: int
 
 
-def from_url(url: str, remote: Remote) -> bytes:
-    """The bytes of a data URL, or of a remote one whose host is allowed."""
-    if remote.allows(url):
-        return remote.fetch(url)
+def at(url: str, fetched: Mapping[str, File]) -> File:
+    """What a data URL holds, or was fetched from a remote one."""
+    if url in fetched:
+        return fetched[url]
     if (head := DATA_URL.match(url)) is None:
         far = url[:8].lower().startswith(("http:", "https:"))
         what = "images are not fetched from this host (serve --image-host)" if far else "no data URL"
         message = f"image_url {url[:40]!r}: {what}: send the image itself, as  data:image/png;base64,..."
         raise Refused(400, message, "invalid_image_url", "image_url")
     try:
-        return base64.b64decode(url[head.end() :], validate=True)
+        return File(base64.b64decode(url[head.end() :], validate=True))
     except ValueError as error:
         raise Refused(400, f"image_url: not base64: {error}", "invalid_image_url", "image_url") from error
 
 
-def check(data: bytes, pixels: int, number: int, upright: bool) -> Image:
+def check(file: File, pixels: int, number: int, upright: bool) -> Image:
     """Read an image's header, and refuse what declares more than `pixels`; size as it is stored unless `upright`."""
+    name = f"image {number}{file.origin}"
     try:
-        with opened(BytesIO(data), f"image {number}") as image:
+        with opened(BytesIO(file.data), name) as image:
             height, width = upright_size(image) if upright else (image.height, image.width)
     except UserError as error:
         raise Refused(400, str(error), "invalid_image") from error
     if width * height > pixels:
-        message = f"image {number} has {width} x {height} pixels, more than {pixels / 10**6:g} million: shrink it"
+        message = f"{name} has {width} x {height} pixels, more than {pixels / 10**6:g} million: shrink it"
         raise Refused(400, message, "image_too_large")
-    return Image(data, width, height)
+    return Image(file.data, width, height)
 
 
 def region(width: int, height: int, settings: ImagePreprocessor) -> tuple[float, float, float, float]:

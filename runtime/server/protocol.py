@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import Request
-from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from starlette.datastructures import UploadFile
 
 from engines.errors import UserError
 from runtime.sampling import Sampling
 from runtime.server import images
 from runtime.server.errors import Refused
-from runtime.server.images import Image
-from runtime.server.remote import Host, Remote
+from runtime.server.images import File, Image
+from runtime.server.remote import Host
 from runtime.server.room import PACKED, PIECE, READING, UNPACKING
 
 # Values with which these ask for nothing; with any other they are refused by name. None never asks for anything.
@@ -131,6 +128,15 @@ class ChatRequest(Part):
         return {key: value for key, value in data.items() if key not in IGNORED and not _is_neutral(key, value)}
 
     @property
+    def tokens(self) -> int | None:
+        """Of the answer, at most."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def image_urls(self) -> list[str]:
+        return [part.image_url.url for each in self.messages for part in each.content if isinstance(part, ImageByUrl)]
+
+    @property
     def sampling(self) -> Sampling:
         return Sampling(
             self.temperature,
@@ -155,7 +161,7 @@ class Limits:
     Attributes:
         queue: requests that wait beside the one that is answered.
         body_bytes: of a request.
-        body_seconds: until a request has arrived.
+        body_seconds: until a request has arrived, with the images that are fetched for it.
         pixels: of an image, by its header.
         tokens: of an answer.
         image_hosts: from which images are fetched.
@@ -180,8 +186,8 @@ class Asked:
     sampling: Sampling
 
 
-async def read(request: Request, limits: Limits, take: Callable[[int], None]) -> Asked:
-    """Read a request, JSON or multipart.
+def parse(body: bytes, limits: Limits, take: Callable[[int], None] = lambda count: None) -> ChatRequest:
+    """Check a request's JSON, all but its images.
 
     Args:
         take: called with bytes of memory before they are allocated; it refuses what there is no room for.
@@ -189,25 +195,6 @@ async def read(request: Request, limits: Limits, take: Callable[[int], None]) ->
     Raises:
         Refused: it is not understood, asks for what is not supported, or is over a limit.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    files: list[bytes] | None = None
-    if kind == "application/json":
-        body = await request.body()
-    elif kind == "multipart/form-data":
-        async with request.form(max_files=FILES, max_fields=1, max_part_size=limits.body_bytes) as form:
-            if not isinstance(text := form.get(FORM), str) or set(form) - {FORM, FILE}:
-                raise Refused(400, f"a multipart request has one field {FORM!r}, JSON, and files {FILE!r}")
-            body = text.encode(errors="replace")
-            files = [await file.read() for file in form.getlist(FILE) if isinstance(file, UploadFile)]
-    else:
-        raise Refused(415, f"content type {kind!r}: send application/json or multipart/form-data")
-    return await run_in_threadpool(understand, body, files, limits, take)
-
-
-def understand(
-    body: bytes, files: list[bytes] | None, limits: Limits, take: Callable[[int], None] = lambda count: None
-) -> Asked:
-    """Check a request's JSON, and the headers of its images; `files` are those of a multipart request."""
     if (pieces := sum(map(body.count, (b",", b"{", b"[")))) > PIECES:  # each is an object, or is in a text
         message = f"{pieces} commas and opening brackets are more than the {PIECES} of a request: send fewer parts"
         raise Refused(413, message, "too_large")
@@ -215,7 +202,7 @@ def understand(
     take(PIECE * pieces + READING * wide * len(body))
     try:
         asked = ChatRequest.model_validate_json(body)
-        sampling = asked.sampling
+        _ = asked.sampling
     except ValidationError as error:
         raise _refused(error) from error
     except UserError as error:
@@ -223,21 +210,38 @@ def understand(
         raise Refused(
             400, str(error), "invalid_request", field if field in ChatRequest.model_fields else None
         ) from error
-    tokens = asked.max_completion_tokens or asked.max_tokens or limits.tokens
-    if tokens > limits.tokens:
+    if (tokens := asked.tokens or 0) > limits.tokens:
         message = f"max_tokens must be at most {limits.tokens}, got {tokens}: serve --max-tokens allows more"
         raise Refused(400, message, param="max_tokens")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise Refused(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    remote = Remote(limits.image_hosts, limits.body_bytes, limits.body_seconds, take)
-    messages, data = _with_images(asked.messages, files, remote)
-    take(UNPACKING * any(kind in each for each in data for kind in PACKED))  # one after another
+    return asked
+
+
+def complete(
+    asked: ChatRequest,
+    files: list[bytes] | None,
+    fetched: Mapping[str, File],
+    limits: Limits,
+    take: Callable[[int], None] = lambda count: None,
+) -> Asked:
+    """Put a request's images in their places, and check their headers.
+
+    Args:
+        files: those of a multipart request.
+        fetched: by their URLs.
+
+    Raises:
+        Refused: one is missing, is no image, or is over a limit; or there is no question about them.
+    """
+    messages, sent = _with_images(asked.messages, files, fetched)
+    take(UNPACKING * any(kind in each.data for each in sent for kind in PACKED))  # one after another
     upright = asked.unicache.kept_patches
-    checked = [images.check(each, limits.pixels, number, upright) for number, each in enumerate(data, 1)]
+    checked = [images.check(each, limits.pixels, number, upright) for number, each in enumerate(sent, 1)]
     question = next((message.content for message in reversed(asked.messages) if message.role == "user"), [])
     if not any(isinstance(part, Text) and part.text.strip() for part in question):  # as `ask` does, with images or not
         raise Refused(400, "the question is empty: the last user message needs a text", param="messages")
-    return Asked(asked, messages, checked, tokens, sampling)
+    return Asked(asked, messages, checked, asked.tokens or limits.tokens, asked.sampling)
 
 
 def check_length(messages: list[dict[str, Any]], positions: int) -> None:
@@ -254,30 +258,30 @@ def check_length(messages: list[dict[str, Any]], positions: int) -> None:
 
 
 def _with_images(
-    messages: list[Message], files: list[bytes] | None, remote: Remote
-) -> tuple[list[dict[str, Any]], list[bytes]]:
+    messages: list[Message], files: list[bytes] | None, fetched: Mapping[str, File]
+) -> tuple[list[dict[str, Any]], list[File]]:
     """Messages as the runtime takes them, and the images' files in their order."""
     result: list[dict[str, Any]] = []
-    data: list[bytes] = []
-    waiting = list(files or [])
+    sent: list[File] = []
+    waiting = list(map(File, files or []))
     placed = any(isinstance(part, ImageFile) for message in messages for part in message.content)
     last = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
     for number, message in enumerate(messages):
         content: list[dict[str, str]] = []
         if number == last and not placed:  # files that no message names stand before the last question
-            data, content, waiting = data + waiting, [{"type": "image"}] * len(waiting), []
+            sent, content, waiting = sent + waiting, [{"type": "image"}] * len(waiting), []
         for part in message.content:
             if isinstance(part, Text):
                 content.append({"type": "text", "text": part.text})
                 continue
             if isinstance(part, ImageFile) and not waiting:
                 raise Refused(400, 'more parts {"type": "image"} than files', "invalid_image", "messages")
-            data.append(waiting.pop(0) if isinstance(part, ImageFile) else images.from_url(part.image_url.url, remote))
+            sent.append(waiting.pop(0) if isinstance(part, ImageFile) else images.at(part.image_url.url, fetched))
             content.append({"type": "image"})
         result.append({"role": "system" if message.role == "developer" else message.role, "content": content})
     if waiting:
         raise Refused(400, f"{len(waiting)} files are in no message", "invalid_image", "messages")
-    return result, data
+    return result, sent
 
 
 def _refused(error: ValidationError) -> Refused:

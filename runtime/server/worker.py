@@ -8,20 +8,21 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 from engines.errors import UserError
 from runtime.generate import Result, TextStream
 from runtime.memory import OverBudget
 from runtime.sampling import Logprob
 from runtime.scheduler import Answering, Scheduler
-from runtime.server.errors import CLOSING, INTERNAL, Refused, mistake
+from runtime.server.errors import CANCELLED, CLOSING, INTERNAL, Refused, mistake
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
-CANCELLED = Refused(499, "the client has left", "cancelled")
 SLOW = 60  # seconds: the longest that a client is told to wait before it tries again
 
 
@@ -146,6 +147,7 @@ class Worker:
         self.closing, self.seconds, self.scheduler = False, 1.0, Scheduler(rows)
         self._most, self._ended, self._answered = queue + rows, False, answered
         self._places: set[object] = set()
+        self._arriving: set[asyncio.Task[Any]] = set()  # requests that are read
         self._jobs: deque[Job] = deque()
         self._running: dict[Job, float] = {}  # since when
         self._changed = threading.Condition()
@@ -183,6 +185,26 @@ class Worker:
             self._places.add(place := object())
         return partial(self._leave, place)
 
+    async def arriving(self, reading: Coroutine[Any, Any, T]) -> T:
+        """A request that is read, unless all that is here is to end.
+
+        Raises:
+            Refused: it is.
+        """
+        task = asyncio.create_task(reading)
+        with self._changed:
+            self._arriving.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+        finally:
+            task.cancel()
+            with self._changed:
+                self._arriving.discard(task)
+        raise CLOSING.with_traceback(None)  # it is shared, and would keep every request's frames
+
     def submit(self, job: Job) -> None:
         """Put a job in the line.
 
@@ -206,9 +228,12 @@ class Worker:
         job.tell(why)
 
     def cancel_all(self) -> None:
-        """End the answers that are computed, and refuse those that wait."""
+        """End the answers that are computed, and refuse requests that wait or are read."""
         with self._changed:
-            jobs = [*self._jobs, *self._running]
+            jobs, arriving = [*self._jobs, *self._running], [*self._arriving]
+        for task in arriving:
+            with suppress(RuntimeError):  # the loop has ended, and its tasks with it
+                task.get_loop().call_soon_threadsafe(task.cancel)
         for job in jobs:
             self.cancel(job, CLOSING)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.server.protocol import Limits, understand
+from runtime.server.protocol import Limits, complete, parse
 from tests.fuzz import ODD, damaged, examples, mutated
 from tests.runtime.asking import image
 from tests.runtime.server.conftest import Served, data_url, png, question
@@ -44,7 +44,7 @@ def answered(served: Served, body: Any, kind: str = "application/json") -> None:
         text = said["choices"][0]["message"]["content"]
         assert isinstance(text, str)
         if "json" in kind.lower():
-            asked = understand(body, None, Limits())
+            asked = complete(parse(body, Limits()), None, {}, Limits())
             if asked.sampling.temperature == 0 or asked.sampling.seed is not None:  # it is what the runtime says
                 vlm, images = served.levels.open(served.levels.models[asked.request.model]), asked.images
                 later, data = asked.request.unicache.question_later, [each.data for each in images]

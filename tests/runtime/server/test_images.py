@@ -12,7 +12,7 @@ from PIL import Image
 
 from engines.preprocessor import ImagePreprocessor, Plain
 from runtime.preprocess import ORIENTATION, preprocess
-from runtime.server.images import check, region
+from runtime.server.images import File, check, region
 from runtime.server.levels import grid
 from tests.layouts import made_by, plain
 
@@ -51,7 +51,7 @@ def test_a_photo_on_its_side_has_the_size_of_the_upright_one() -> None:
     exif[ORIENTATION] = 6
     Image.new("RGB", (30, 20)).save(file, "JPEG", exif=exif)
     for upright, size in ((True, (20, 30)), (False, (30, 20))):
-        known = check(file.getvalue(), 1000, 1, upright)
+        known = check(File(file.getvalue()), 1000, 1, upright)
         assert (known.width, known.height) == size
 
 

@@ -29,7 +29,7 @@ from runtime.preprocess import UNPACKED
 from runtime.server import protocol
 from runtime.server.errors import Refused
 from runtime.server.levels import Levels
-from runtime.server.protocol import PIECES, Limits, understand
+from runtime.server.protocol import PIECES, Limits, complete, parse
 from runtime.server.room import READING
 from tests.runtime.asking import image
 from tests.runtime.server.conftest import Served, png, question, serving
@@ -173,7 +173,7 @@ def peak(body: bytes) -> int:
     before = memory.resident()
     Path("/proc/self/clear_refs").write_text("5")  # the highest begins anew
     with suppress(Refused):
-        understand(body, None, Limits(), taken.append)
+        complete(parse(body, Limits(), taken.append), None, {}, Limits(), taken.append)
     status = Path("/proc/self/status").read_text()
     highest = next(int(row.split()[1]) * 1024 for row in status.splitlines() if row.startswith("VmHWM"))
     return highest - before - sum(taken) - HEAP
