@@ -17,38 +17,34 @@ import installed  # noqa: F401
 # isort: split
 
 import argparse
-import dataclasses
-import json
 import os
-import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's threads do not wait by spinning while others run
 
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import attention_peers
 from attention_peers import OURS, Peer, Reader, Setting, Shape
 from engines.errors import Parser, UserError, command, one_line, positive
 from engines.plugins import store
-from reporting import check_folder, write
+from figures import Figures, last_level, typed, versions
+from reporting import check_folder
 
 SLOTS, QUICK_SLOTS = (1024, 4096, 16384), (256,)
 RUNS, QUICK_RUNS = 60, 2
 COLD, QUICK_COLD = 4, 0.05  # times the last-level cache: what the copies of a cache have together
 TURN = 2e-3  # seconds a turn takes at least
-LAST_LEVEL = 32 << 20  # bytes, where the system does not tell
-WRONG, WIDTH = "WRONG", 180
+WRONG = "WRONG"
+NOTE = (
+    "µs: a call, in the median round and in the fastest. / floor: the fastest over the fastest read of its cache. "
+    "/ ours: the fastest over that of our kernel of as many bits, int8 for floats."
+)
 PACKAGES = ("numpy", "onnxruntime", "torch")
 
 
@@ -150,48 +146,28 @@ def compared(rows: Sequence[Row], reads: dict[int, float]) -> list[Row]:
     return result
 
 
-def report(console: Console, rows: Sequence[Row], missing: dict[str, str]) -> None:
+def tables(rows: Sequence[Row]) -> dict[str, list[list[str]]]:
     """A table for each number of threads."""
+    found = {}
     for threads in dict.fromkeys(row.threads for row in rows):
         slots = list(dict.fromkeys(row.slots for row in rows))
-        table = Table(f"threads: {threads}", box=box.MARKDOWN)
-        for count in slots:
-            for column in (f"{count:,} slots: µs (least)", "/ floor", "/ ours"):
-                table.add_column(column, justify="right", no_wrap=True)
+        lines = [
+            ["peer", *(f"{count:,} slots: {what}" for count in slots for what in ("µs (least)", "/ floor", "/ ours"))]
+        ]
         for name in dict.fromkeys(row.peer for row in rows):
             cells: list[str] = []
             for count in slots:
                 key = (name, threads, count)
-                found = next((row for row in rows if (row.peer, row.threads, row.slots) == key), None)
-                cells += figures(found) if found else [""] * 3
-            table.add_row(name, *cells)
-        console.print(table)
-    console.print(
-        "µs: a call, in the median round and in the fastest. / floor: the fastest over the fastest read of its cache. "
-        "/ ours: the fastest over that of our kernel of as many bits, int8 for floats.",
-        soft_wrap=True,
-    )
-    for name, reason in missing.items():
-        console.print(f"not measured: {name}: {reason}", markup=False)
+                row = next((row for row in rows if (row.peer, row.threads, row.slots) == key), None)
+                cells += told(row) if row else [""] * 3
+            lines.append([name, *cells])
+        found[f"threads: {threads}"] = lines
+    return found
 
 
-def figures(row: Row) -> list[str]:
+def told(row: Row) -> list[str]:
     ours = "" if row.least_over_ours is None or row.peer.startswith(OURS) else f"{row.least_over_ours:.1f}"
     return [f"{1e6 * row.median:,.0f} ({1e6 * row.least:,.0f})", f"{row.least_over_floor:.2f}", ours]
-
-
-def last_level() -> int:
-    """Bytes of the processor's largest cache."""
-    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max((int(size[:-1]) << {"K": 10, "M": 20}[size[-1]] for size in sizes), default=LAST_LEVEL)
-
-
-def processor() -> str:
-    try:
-        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 def _numbers(text: str) -> list[int]:
@@ -245,26 +221,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             reads[threads] = min(read, reads.get(threads, read))
             missing |= without
     rows = compared(rows, reads)
-    machine = {"processor": processor(), "cores": os.cpu_count(), "last_level_cache": last_level(), "paths": paths}
-    versions = {name: version(name) for name in PACKAGES}
-    console = Console(width=WIDTH)  # wider than most terminals, but the table can be read as it is
+    values = {
+        "paths": paths,
+        "heads": [arguments.heads, arguments.kv_heads, arguments.head_dim],
+        "window": arguments.window,
+        "runs": arguments.runs,
+        "read_bytes_per_second": {threads: 1 / read for threads, read in reads.items()},
+        "seconds": [asdict(row) for row in rows],
+        "not_measured": missing,
+    }
     heads = f"{arguments.heads} query heads, {arguments.kv_heads} KV heads of {arguments.head_dim}"
-    packages = ", ".join(" ".join(each) for each in versions.items())
-    console.print(f"{machine['processor']}; {packages}; {heads}, one query, a window of {arguments.window}")
-    report(console, rows, missing)
-    if arguments.json is not None:
-        values = {
-            "command": ["scripts/bench_attention.py", *(sys.argv[1:] if argv is None else argv)],
-            "machine": machine,
-            "versions": {"python": platform.python_version()} | versions,
-            "heads": [arguments.heads, arguments.kv_heads, arguments.head_dim],
-            "window": arguments.window,
-            "runs": arguments.runs,
-            "read_bytes_per_second": {threads: 1 / read for threads, read in reads.items()},
-            "seconds": [dataclasses.asdict(row) for row in rows],
-            "not_measured": missing,
-        }
-        write(arguments.json, json.dumps(values, indent=1) + "\n")
+    about = f"{heads}, one query, a window of {arguments.window}. {NOTE}"
+    notes = [about, *(f"not measured: {name}: {reason}" for name, reason in missing.items())]
+    Figures(typed("bench_attention.py", argv), tables(rows), notes, values, versions(PACKAGES)).report(arguments.json)
     return int(any(name.startswith(f"{OURS} ") or reason.startswith(WRONG) for name, reason in missing.items()))
 
 

@@ -25,13 +25,15 @@ from rich.progress import track
 import runtime
 from engines import bundle as bundles
 from engines.errors import Parser, UserError, command, positive
-from reporting import choice, markdown
+from figures import Figures, typed
+from reporting import check_folder, choice
 from runtime.generate import Result
 from runtime.model import VLM
 from runtime.sampling import Sampling
 from runtime.scheduler import Scheduler
 
 QUESTION = "is there a red circle in the image ?"
+NOTE = "Medians, one thread; a ratio is the median of those of each time. Decoding: without reading the prompts."
 READING = ("load", "images", "vision", "prefill", "extend")
 
 
@@ -80,7 +82,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--levels", metavar="A,B", help="default: all")
     parser.add_argument("--tokens", type=positive, default=60, metavar="N", help="of an answer; default: 60")
     parser.add_argument("--times", type=positive, default=7, metavar="N", help="measured; default: 7")
-    return parser.parse_args(argv)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
+    arguments = parser.parse_args(argv)
+    check_folder(arguments.json, "--json")
+    return arguments
 
 
 @command
@@ -96,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         vlm = runtime.open(arguments.bundle, "ort", level, threads=1)
         rows = max(bucket.batch for bucket in manifest.levels[level].buckets)
         lines.append(compare(vlm, rows, arguments.tokens, arguments.times))
-    print("\n".join(markdown(lines)))
+    Figures(typed("bench_batch.py", argv), {"": lines}, [NOTE], {}).report(arguments.json)
     return 0
 
 

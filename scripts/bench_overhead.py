@@ -31,16 +31,14 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import runtime
 from demo_vlm.vocabulary import IMAGE_SIZE, PATCH
 from engines.bundle import Bundle, Graph
 from engines.errors import Parser, UserError, command, positive
 from engines.ort import OrtSession
-from reporting import check_folder, write
+from figures import Figures, typed
+from reporting import check_folder
 from runtime import backends
 from runtime.backends import load
 from runtime.sampling import Sampling
@@ -55,6 +53,7 @@ WAYS = {
     "temperature, top-k, top-p": Sampling(0.8, 50, 0.9, seed=0),
     "all filters, 5 logprobs": Sampling(0.8, 0, 0.9, 0.02, 1.1, ["never said"], 0, 5),
 }
+NOTE = "Medians. Overhead: loop and handing over, as a share of the step."
 CALLS = 200  # of the graph that computes nothing
 
 
@@ -149,7 +148,9 @@ def handing_over(graph: Graph) -> float:
     return float(np.median(times))
 
 
-def configuration(layers: int = 30, words: int = 49_152) -> LlavaConfig:
+def configuration(
+    layers: int = 30, words: int = 49_152, image_size: int = IMAGE_SIZE, patch: int = PATCH, positions: int = 2048
+) -> LlavaConfig:
     """SmolLM2-135M's decoder, and next to no vision."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
@@ -161,7 +162,7 @@ def configuration(layers: int = 30, words: int = 49_152) -> LlavaConfig:
         num_attention_heads=9,
         num_key_value_heads=3,
         head_dim=64,
-        max_position_embeddings=2048,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
@@ -172,8 +173,8 @@ def configuration(layers: int = 30, words: int = 49_152) -> LlavaConfig:
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
-        image_size=IMAGE_SIZE,
-        patch_size=PATCH,
+        image_size=image_size,
+        patch_size=patch,
         projection_dim=32,
     )
     return LlavaConfig(  # type: ignore[call-arg]  # image_token_id is an alias
@@ -182,7 +183,7 @@ def configuration(layers: int = 30, words: int = 49_152) -> LlavaConfig:
         image_token_id=4,
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
-        image_seq_length=(IMAGE_SIZE // PATCH) ** 2,
+        image_seq_length=(image_size // patch) ** 2,
         tie_word_embeddings=True,
     )
 
@@ -195,7 +196,8 @@ def checkpoint(folder: Path, config: LlavaConfig) -> Path:
     from demo_vlm.saving import build_processor
 
     torch.manual_seed(0)
-    build_processor().save_pretrained(folder)
+    vision = config.to_dict()["vision_config"]
+    build_processor(vision["image_size"], vision["patch_size"]).save_pretrained(folder)
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     known = tokenizer["model"]["vocab"]
@@ -215,15 +217,12 @@ def build(folder: Path, config: LlavaConfig | None = None) -> Path:
     return folder / "bundle"
 
 
-def report(console: Console, rows: Sequence[Row]) -> None:
-    table = Table("how tokens are chosen", box=box.MARKDOWN)
-    for column in ("steps", "step, ms", "loop, µs", "handing over, µs", "overhead, %"):
-        table.add_column(column, justify="right")
+def table(rows: Sequence[Row]) -> list[list[str]]:
+    lines = [["how tokens are chosen", "steps", "step, ms", "loop, µs", "handing over, µs", "overhead, %"]]
     for row in rows:
         times = f"{1e3 * row.step:.1f}", f"{1e6 * row.loop:.0f}", f"{1e6 * row.handing:.0f}"
-        table.add_row(row.way, str(row.steps), *times, f"{100 * row.overhead:.2f}")
-    console.print(table)
-    console.print("Medians. Overhead: loop and handing over, as a share of the step.", soft_wrap=True)
+        lines.append([row.way, str(row.steps), *times, f"{100 * row.overhead:.2f}"])
+    return lines
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -248,13 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         path = arguments.bundle or build(arguments.keep or Path(temporary))
         rows = measure(path, arguments.level, arguments.tokens)
-    report(Console(width=120), rows)
-    if arguments.json is not None:
-        values = {
-            "command": ["scripts/bench_overhead.py", *(sys.argv[1:] if argv is None else argv)],
-            "seconds": [asdict(row) for row in rows],
-        }
-        write(arguments.json, json.dumps(values, indent=1) + "\n")
+    seconds = {"seconds": [asdict(row) for row in rows]}
+    Figures(typed("bench_overhead.py", argv), {"": table(rows)}, [NOTE], seconds).report(arguments.json)
     return 0
 
 

@@ -19,8 +19,8 @@ from demo_vlm.vocabulary import BOS, CHAT_TEMPLATE, EOS, IMAGE_SIZE, PAD, PATCH,
 from engines.errors import UserError
 
 
-def build_processor() -> LlavaProcessor:
-    """Image processor (Pillow, no torchvision), word-level tokenizer and chat template."""
+def build_processor(image_size: int = IMAGE_SIZE, patch: int = PATCH) -> LlavaProcessor:
+    """Image processor (Pillow, no torchvision), word-level tokenizer and chat template; sizes are in pixels."""
     words = Tokenizer(models.WordLevel(TOKEN_IDS, unk_token="<unk>"))
     words.normalizer = normalizers.Lowercase()
     words.pre_tokenizer = pre_tokenizers.Sequence(
@@ -38,11 +38,11 @@ def build_processor() -> LlavaProcessor:
         extra_special_tokens={"image_token": "<image>"},
         clean_up_tokenization_spaces=False,
     )
-    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    size = {"height": image_size, "width": image_size}
     return LlavaProcessor(
         image_processor=CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False),
         tokenizer=tokenizer,
-        patch_size=PATCH,
+        patch_size=patch,
         num_additional_image_tokens=1,
         vision_feature_select_strategy="default",
         chat_template=CHAT_TEMPLATE,

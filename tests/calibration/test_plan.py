@@ -117,11 +117,7 @@ def test_a_head_that_shares_the_embedding_table(tmp_path: Path, tied: bool, weig
 
 def checkpoint_of(folder: Path, config: Any, image_size: int = tiny.IMAGE_SIZE) -> Checkpoint:
     """A checkpoint of which there are only the configuration and the processor."""
-    processor, vision = build_processor(), config.vision_config
-    processor.patch_size = vision.patch_size
-    for setting in ("size", "crop_size"):
-        setattr(processor.image_processor, setting, {"height": image_size, "width": image_size})
-    processor.save_pretrained(folder)
+    build_processor(image_size, config.vision_config.patch_size).save_pretrained(folder)
     config.save_pretrained(folder)
     return checkpoints.load(folder, weights=False)
 

@@ -72,9 +72,7 @@ def llava(
 
 def save(folder: Path, model: LlavaForConditionalGeneration | None = None, count: int = 2) -> Path:
     """A model, the tiny one if none is given, as a checkpoint folder, with some calibration samples."""
-    processor = build_processor()
-    processor.patch_size = PATCH
-    processor.save_pretrained(folder)
+    build_processor(IMAGE_SIZE, PATCH).save_pretrained(folder)
     (model or llava()).save_pretrained(folder)
     samples(folder / "samples", count)
     return folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 import attention_peers
 import bench_attention
+import figures
 from attention_peers import Setting, Shape
 from engines.errors import UserError
 from engines.plugins import store
@@ -34,7 +34,7 @@ def library() -> Path:
 
 def quick(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     code = bench_attention.main(["--quick", "--threads", "1", "--json", str(tmp_path / "bench.json"), *options])
-    return code, json.loads((tmp_path / "bench.json").read_text())
+    return code, figures.read(tmp_path / "bench.json").values
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -66,9 +66,11 @@ def test_the_smoke_form_measures_all(library: Path, tmp_path: Path, capsys: pyte
     sizes = {row["peer"]: row["kv_bytes"] for row in rows if row["slots"] == 300}
     assert sizes["torch SDPA fp32"] == 2 * 4 * 4 * 64 * (300 + 64)  # keys and values of store and window
     assert sizes["GroupQueryAttention int4"] < sizes["ours int4"] < sizes["ours int8"] < sizes["torch SDPA fp32"]
-    assert {"numpy", "onnxruntime", "torch"} < {*values["versions"]}
-    assert values["machine"]["processor"]
-    assert values["command"][:2] == ["scripts/bench_attention.py", "--quick"]
+    kept = figures.read(tmp_path / "bench.json")
+    assert {*kept.versions} == {"numpy", "onnxruntime", "torch"}
+    assert kept.machine["processor"]
+    assert kept.command == "python scripts/bench_attention.py --quick --threads 1 --slots 100,300"
+    assert values["paths"]
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
     printed = capsys.readouterr().out
     assert "not measured" not in printed

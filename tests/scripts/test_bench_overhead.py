@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 import bench_overhead
+import figures
 from engines import bundle as bundles
 from runtime.sampling import Sampler
 from tests.runtime import toy
@@ -41,7 +41,7 @@ def slower(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 def test_report(toy_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkey = ["--level", "tight", "--tokens", "12", "--json", str(tmp_path / "overhead.json")]
     assert bench_overhead.main([str(toy_bundle), *monkey]) == 0
-    rows = json.loads((tmp_path / "overhead.json").read_text())["seconds"]
+    rows = figures.read(tmp_path / "overhead.json").values["seconds"]
     assert [row["way"] for row in rows] == list(bench_overhead.WAYS)
     for row in rows:
         # 11 decodes; a window of 8 with 4 recent is compacted after the 4th and the 8th: no step begins with those
