@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -66,7 +69,8 @@ class Host(BaseHTTPRequestHandler):
             self.send_error(404)
         elif kind == "/hangs":
             self.server.asked.release()
-            self.connection.recv(1)
+            self.connection.settimeout(20)
+            assert self.connection.recv(1) == b""
             self.server.left.release()
         elif kind.startswith("/drips-"):
             begin = {"/drips-status": 3, "/drips-headers": len(OK) + 3, "/drips-body": whole.index(PICTURE) + 3}[kind]
@@ -289,7 +293,7 @@ def test_a_host_that_says_nothing_ends_in_time(scheme: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"{scheme}://127.0.0.1:{silent.getsockname()[1]}/a.png"
         with pytest.raises(Refused, match="did not arrive in time"):
-            asyncio.run(remote("127.0.0.1", seconds=0.2).fetch(url))
+            asyncio.run(asyncio.wait_for(remote("127.0.0.1", seconds=0.2).fetch(url), 20))
 
 
 def test_the_images_of_a_request_have_a_time_together(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,6 +333,29 @@ def test_a_host_that_is_not_there() -> None:
 def test_a_host_that_speaks_no_tls(address: str) -> None:
     with pytest.raises(Refused, match=r"image_url 'https://.*SSL"):
         asyncio.run(remote(address).fetch(f"https://{address}/a.png"))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl makes certificates here")
+def test_a_host_proves_by_tls_that_it_is_the_one(far: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout key -out certificate"
+    line += " -subj /CN=a -addext subjectAltName=DNS:localhost"
+    subprocess.run(line.split(), cwd=tmp_path, check=True, capture_output=True)
+    own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    own.load_cert_chain(tmp_path / "certificate", tmp_path / "key")
+    far.socket = own.wrap_socket(far.socket, server_side=True, do_handshake_on_connect=False)
+    hosts, port = frozenset(map(host, ["localhost", "127.0.0.1"])), far.server_port
+
+    def fetched(name: str) -> bytes:
+        return asyncio.run(Remote(hosts, 1 << 20, 30, Names()).fetch(f"https://{name}:{port}/a.png")).data
+
+    with pytest.raises(Refused, match="certificate verify failed"):
+        fetched("localhost")
+    trusting = ssl.create_default_context(cafile=tmp_path / "certificate")
+    monkeypatch.setattr("runtime.server.remote.tls", lambda: trusting)
+    for name in ("localhost", "LOCALHOST."):
+        assert fetched(name) == PICTURE
+    with pytest.raises(Refused, match="certificate verify failed: IP address mismatch"):
+        fetched("127.0.0.1")
 
 
 @pytest.fixture
