@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -42,6 +43,7 @@ START = Path(__file__).with_name("cold_start.py")
 PARTS = ("import", "open", "first token")
 OURS, THEIRS = "runtime", "transformers"
 MIB = 2**20
+HEADER = "who", "files", *(f"{part}, s" for part in PARTS), "x", "peak, MiB", "weights", "KV", "rest, MiB"
 SEED = 0  # of the page that is drawn
 NOTE = (
     "Seconds since the process was started, and its peak of resident memory: of {times} starts the median; ratios are "
@@ -103,19 +105,37 @@ def weights_of(name: str, arguments: argparse.Namespace) -> int:
     return size * torch.float32.itemsize
 
 
-def table(found: dict[str, dict[str, list[dict[str, Any]]]], arguments: argparse.Namespace) -> list[list[str]]:
-    rows = [["who", "files", *(f"{part}, s" for part in PARTS), "x", "peak, MiB", "weights", "KV", "rest, MiB"]]
-    for state, starts in found.items():
-        for name, each in starts.items():
-            seconds = [median(one["marks"][part]["seconds"] for one in each) for part in PARTS]
-            pairs = zip(starts[OURS], each, strict=True)
-            ratio = median(b["marks"][PARTS[-1]]["seconds"] / a["marks"][PARTS[-1]]["seconds"] for a, b in pairs)
-            peak, weights = median(one["marks"]["end"]["peak"] for one in each), weights_of(name, arguments)
-            kv = each[0]["kv_bytes"]
-            sizes = [peak, weights, kv, peak - weights - kv]
-            rows.append([name, state, *(f"{second:.2f}" for second in seconds), f"{ratio:.1f}"])
-            rows[-1] += [f"{size / MIB:,.1f}" for size in sizes]
-    return rows
+@dataclass(frozen=True)
+class Row:
+    """Medians of the starts; seconds since the process was started, bytes.
+
+    Attributes:
+        ratio: seconds to the first token over ours, of paired starts.
+        rest: of the peak, without weights and cache.
+    """
+
+    who: str
+    files: str
+    seconds: list[float]
+    ratio: float
+    peak: float
+    weights: int
+    kv_bytes: int
+    rest: float
+
+
+def row(name: str, state: str, starts: dict[str, list[dict[str, Any]]], weights: int) -> Row:
+    each, last = starts[name], PARTS[-1]
+    seconds = [median(one["marks"][part]["seconds"] for one in each) for part in PARTS]
+    pairs = zip(starts[OURS], each, strict=True)
+    ratio = median(theirs["marks"][last]["seconds"] / ours["marks"][last]["seconds"] for ours, theirs in pairs)
+    peak, kv_bytes = median(one["marks"]["end"]["peak"] for one in each), each[0]["kv_bytes"]
+    return Row(name, state, seconds, ratio, peak, weights, kv_bytes, peak - weights - kv_bytes)
+
+
+def cells(row: Row) -> list[str]:
+    sizes = [f"{size / MIB:,.1f}" for size in (row.peak, row.weights, row.kv_bytes, row.rest)]
+    return [row.who, row.files, *(f"{second:.2f}" for second in row.seconds), f"{row.ratio:.1f}", *sizes]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -150,10 +170,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             Image.fromarray(make_page(np.random.default_rng(SEED))[0]).save(images[0])
         found = measure(arguments, images)
     packages = [*PACKAGES, *(["torch", THEIRS] if arguments.checkpoint else [])]
-    rows, note = table(found, arguments), NOTE.format(times=arguments.times)
-    Figures(typed("bench_load.py", argv), {"": rows}, [note], {"starts": found}, versions(packages)).report(
-        arguments.json
-    )
+    weights = {name: weights_of(name, arguments) for name in found["warm"]}
+    rows = [row(name, state, starts, weights[name]) for state, starts in found.items() for name in starts]
+    values = {"rows": [asdict(row) for row in rows], "starts": found}
+    table, note = {"": [list(HEADER), *map(cells, rows)]}, NOTE.format(times=arguments.times)
+    Figures(typed("bench_load.py", argv), table, [note], values, versions(packages)).report(arguments.json)
 
 
 if __name__ == "__main__":

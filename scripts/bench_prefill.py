@@ -230,9 +230,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"{path} was not built by this script: leave it out, or give the one of --keep")
         rows = measure(path, arguments.images, arguments.times)
     table, note = {"": [[*HEADER, *RATIOS], *map(cells, rows)]}, NOTE.format(times=arguments.times)
-    Figures(typed("bench_prefill.py", argv), table, [note], {"rows": [asdict(row) for row in rows]}).report(
-        arguments.json
-    )
+    Figures(
+        typed("bench_prefill.py", argv), table, [note], {"rows": [asdict(row) | {"share": row.share} for row in rows]}
+    ).report(arguments.json)
 
 
 if __name__ == "__main__":
