@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 
 from engines.errors import UserError
@@ -24,7 +24,7 @@ class File:
         origin: where it is from, as messages about it tell.
     """
 
-    data: bytes
+    data: bytes = field(repr=False)  # asyncio shows what a task returns, and would copy it twice
     origin: str = ""
 
 
@@ -32,7 +32,7 @@ class File:
 class Image:
     """The bytes of an image file, and its size."""
 
-    data: bytes
+    data: bytes = field(repr=False)
     width: int
     height: int
 

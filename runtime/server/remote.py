@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BytesIO
 from ipaddress import IPv4Address, IPv6Address
 from typing import TypeAlias
 from urllib.parse import urljoin, urlsplit
@@ -215,26 +214,28 @@ class Remote:
             headers = {"Host": at.host, "Accept-Encoding": "identity", "User-Agent": "unicache-edge"}
             asked = h11.Request(method="GET", target=at.target, headers=[*headers.items(), ("Connection", "close")])
             writer.write((http.send(asked) or b"") + (http.send(h11.EndOfMessage()) or b""))
-            content, kind = BytesIO(), ""
+            pieces: list[bytes] = []
+            piece, kind = bytearray(), ""
             while not isinstance(event := http.next_event(), h11.EndOfMessage):
                 await asyncio.sleep(0)  # others have their turn, also where a host sends every byte as a chunk
                 if event is h11.NEED_DATA:
-                    if not (piece := await reader.read(PIECE)) and http.their_state is h11.SEND_RESPONSE:
+                    if not (come := await reader.read(PIECE)) and http.their_state is h11.SEND_RESPONSE:
                         raise ValueError("the host closed the connection before it answered")
-                    http.receive_data(piece)
+                    http.receive_data(come)
                 elif isinstance(event, h11.Response):
                     _check(event, url)
                     kind = _header(event, b"content-type")
                 elif isinstance(event, h11.Data):
                     self._count(len(event.data), url)
-                    content.write(event.data)
+                    piece += event.data
+                    if len(piece) >= PIECE:  # one buffer that grows would leave holes behind it, as large as itself
+                        pieces.append(bytes(piece))
+                        piece.clear()
         finally:
             writer.transport.abort()  # nothing is left to be said, and a goodbye could be waited for
-        if not content.tell():
+        if not (content := b"".join([*pieces, piece])):
             raise ValueError("the host answers with an empty body")
-        return File(
-            content.getvalue(), f" from {shown(url)}" + (f", which is told to be {shown(kind)}" if kind else "")
-        )
+        return File(content, f" from {shown(url)}" + (f", which is told to be {shown(kind)}" if kind else ""))
 
     async def _connect(self, at: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         why = OSError("its host has no address")

@@ -23,7 +23,9 @@ from typing import Any
 import pytest
 
 from engines.errors import command
+from runtime import memory
 from runtime.__main__ import main
+from runtime.memory import MIB
 from runtime.server.errors import Refused
 from runtime.server.remote import SHOWN, Names, Remote, host
 from tests.runtime.asking import image
@@ -34,6 +36,7 @@ from tests.runtime.server.test_queue import until
 
 Serve = Callable[..., Served]
 PICTURE = png(image(3))
+LARGE = 16 * MIB
 LONG = 5  # seconds that what is slow takes; then it ends well
 OK = b"HTTP/1.1 200 OK\r\n"
 RAW = {
@@ -72,6 +75,10 @@ class Host(BaseHTTPRequestHandler):
             self.connection.settimeout(20)
             assert self.connection.recv(1) == b""
             self.server.left.release()
+        elif kind == "/large":
+            self.wfile.write(OK + b"Content-Length: %d\r\n\r\n" % LARGE)
+            for _ in range(LARGE >> 16):
+                self.wfile.write(b"a" * (1 << 16))
         elif kind.startswith("/drips-"):
             begin = {"/drips-status": 3, "/drips-headers": len(OK) + 3, "/drips-body": whole.index(PICTURE) + 3}[kind]
             self.wfile.write(whole[:begin])
@@ -321,6 +328,21 @@ def test_pieces_take_memory(address: str) -> None:
     buffers, *pieces = taken
     assert buffers > 1 << 18
     assert sum(pieces) == 2 * len(PICTURE)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the most that a process had needs Linux")
+def test_fetching_takes_no_more_than_was_taken_for_it(address: str) -> None:
+    taken: list[int] = []
+    url = f"http://{address}/large"
+    whole = Remote(frozenset([host(address)]), LARGE, 30, Names(), taken.append)
+    assert fetched(address, "/a") == PICTURE  # the first one imports
+    memory.settle()
+    before = memory.resident()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest begins anew
+    assert len(asyncio.run(whole.fetch_all([url]))[url].data) == LARGE
+    rows = Path("/proc/self/status").read_text().splitlines()
+    highest = next(int(row.split()[1]) * 1024 for row in rows if row.startswith("VmHWM"))
+    assert highest - before <= sum(taken) + LARGE // 4  # what heaps differ by, and the host's own
 
 
 def test_a_host_that_is_not_there() -> None:
