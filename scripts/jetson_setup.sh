@@ -20,10 +20,10 @@ root=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 release_file=${JETSON_RELEASE:-/etc/nv_tegra_release} # the variable is for tests
 swap_file=/swapfile
 export PATH=/usr/local/cuda/bin:$PATH # nvcc
-venv=$root/.venv-jetson arch=87 power='' clocks='' headless='' swap='' dry=''
+venv=$root/.venv-jetson arch=87 power='' clocks='' headless='' swap='' dry='' given=''
 
 die() {
-    printf 'error: %s\n' "$*" >&2
+    printf 'error: %s\n' "${*//$'\n'/ }" >&2
     exit 2
 }
 
@@ -34,10 +34,14 @@ run() {
     [[ -n $dry ]] || "$@"
 }
 
-number() { [[ $2 =~ ^[0-9]+$ ]] || die "$1 needs a whole number, got '$2'"; }
+# Sets `given` to the number without leading zeros: bash, fallocate and others take 010 for 8.
+number() {
+    [[ $2 =~ ^0*([0-9]{1,6})$ ]] || die "$1 needs a whole number below a million, got '$2'"
+    given=${BASH_REMATCH[1]}
+}
 positive() {
     number "$1" "$2"
-    [[ $2 =~ [1-9] ]] || die "$1 needs at least 1, got '$2'"
+    [[ $given != 0 ]] || die "$1 needs at least 1, got '$2'"
 }
 
 while (($#)); do
@@ -46,12 +50,12 @@ while (($#)); do
         --clocks) clocks=yes ;;
         --headless) headless=yes ;;
         --venv | --arch | --power-mode | --swap)
-            (($# > 1)) || die "$1 needs a value: see  scripts/jetson_setup.sh --help"
+            [[ ${2:--} != -* ]] || die "$1 needs a value${2:+, and $2 looks like an option}: see  scripts/jetson_setup.sh --help"
             case $1 in
                 --venv) venv=$2 ;;
-                --arch) positive "$1" "$2" && arch=$2 ;;
-                --power-mode) number "$1" "$2" && power=$2 ;;
-                --swap) positive "$1" "$2" && swap=$2 ;;
+                --arch) positive "$1" "$2" && arch=$given ;;
+                --power-mode) number "$1" "$2" && power=$given ;;
+                --swap) positive "$1" "$2" && swap=$given ;;
             esac
             shift
             ;;
@@ -66,7 +70,7 @@ done
 
 [[ -r $release_file ]] || die "this is no Jetson (there is no $release_file): run this on the device"
 [[ $(<"$release_file") =~ R([0-9]+)\ \(release\),\ REVISION:\ ([0-9]+) ]] || die "$release_file names no release of Jetson Linux"
-release=${BASH_REMATCH[1]} revision=${BASH_REMATCH[2]}
+release=$((10#${BASH_REMATCH[1]})) revision=$((10#${BASH_REMATCH[2]}))
 case $release in
     36)
         ((revision >= 4)) || die "Jetson Linux $release.$revision is older than JetPack 6.1: update to JetPack 6.2"
@@ -102,9 +106,10 @@ if [[ -n $swap ]]; then
     run sudo sh -c "echo '$swap_file none swap sw 0 0' >>/etc/fstab"
 fi
 
+printf -v activate %q "$venv/bin/activate"
 cat <<END
 Next, for a bundle that was copied to this device:
-  . $venv/bin/activate
+  . $activate
   python -m engines plans BUNDLE --backend trt
   python -m runtime info BUNDLE
 END

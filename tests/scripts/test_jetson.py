@@ -96,6 +96,36 @@ def test_without_options_only_packages_environment_and_plugins(jetson: Jetson) -
     assert asked[2] == "python -m engines.plugins build --arch 110"
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("08", "8"), ("010", "10"), ("0000000012", "12")])
+def test_leading_zeros_are_not_octal(jetson: Jetson, typed: str, meant: str) -> None:
+    done = jetson.run("--dry-run", "--swap", typed, "--arch", typed, "--power-mode", typed)
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in (f"fallocate -l {meant}G /swapfile", f"build --arch {meant}", f"nvpmodel -m {meant}"):
+        assert f"{command}\n" in done.stdout
+
+
+def test_power_mode_0_is_one(jetson: Jetson) -> None:
+    assert "sudo nvpmodel -m 0\n" in jetson.run("--dry-run", "--power-mode", "00").stdout
+
+
+def test_a_revision_with_a_leading_zero_is_not_octal(jetson: Jetson) -> None:
+    jetson.release.write_text(RELEASES["6.2"].replace("REVISION: 4.3", "REVISION: 08.0"))
+    done = jetson.run("--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Jetson Linux 36.8: JetPack 6")
+
+
+def test_what_is_printed_can_be_typed_where_the_environment_has_a_space(tmp_path: Path) -> None:
+    folder = tmp_path / "my 'own' place"
+    folder.mkdir()
+    jetson = Jetson(folder, "6.2")
+    (jetson.venv / "bin" / "activate").write_text("echo active\n")
+    dry = jetson.run("--dry-run").stdout
+    typed = [line.strip() for line in dry.splitlines() if line.endswith("/bin/activate")]
+    done = subprocess.run(["bash", "-c", *typed], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "active\n")
+
+
 def test_it_ends_where_a_command_fails(jetson: Jetson) -> None:
     (jetson.venv / "bin" / "python").write_text("#!/bin/sh\nexit 3\n")
     done = jetson.run("--clocks")
@@ -112,10 +142,17 @@ def test_it_ends_where_a_command_fails(jetson: Jetson) -> None:
         ("odd", [], "names no release of Jetson Linux"),
         ("6.2", ["--fast"], "unknown option --fast: see  scripts/jetson_setup.sh --help"),
         ("6.2", ["--swap"], "--swap needs a value"),
-        ("6.2", ["--swap", "8G"], "--swap needs a whole number, got '8G'"),
+        ("6.2", ["--swap", ""], "--swap needs a value: see  scripts/jetson_setup.sh --help"),
+        ("6.2", ["--venv", ""], "--venv needs a value: see  scripts/jetson_setup.sh --help"),
+        ("6.2", ["--venv", "--swap", "8"], "--venv needs a value, and --swap looks like an option: see"),
+        ("6.2", ["--venv", "-\n"], "--venv needs a value"),
+        ("6.2", ["--arch", "--clocks"], "--arch needs a value, and --clocks looks like an option: see"),
+        ("6.2", ["--swap", "8G"], "--swap needs a whole number below a million, got '8G'"),
+        ("6.2", ["--swap", "9" * 30], "--swap needs a whole number below a million, got '999"),
+        ("6.2", ["--swap", "8\n8"], "--swap needs a whole number below a million, got '8 8'"),
         ("6.2", ["--swap", "0"], "--swap needs at least 1, got '0'"),
         ("6.2", ["--arch", "00"], "--arch needs at least 1, got '00'"),
-        ("6.2", ["--power-mode", "max"], "--power-mode needs a whole number, got 'max'"),
+        ("6.2", ["--power-mode", "max"], "--power-mode needs a whole number below a million, got 'max'"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_done(jetpack: str, options: list[str], told: str, tmp_path: Path) -> None:
