@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from filelock import FileLock
 from torch.onnx._internal.exporter import _registration
 from transformers import AutoModelForImageTextToText
 
+from export import build as builder
 from export import checkpoint as checkpoints
 from export.checkpoint import Checkpoint
 from tests.export import tiny
@@ -92,3 +94,30 @@ def build(*arguments: object, guard: str = "off") -> str:
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def copy(tiny_path: Path, tmp_path: Path) -> Path:
+    """A checkpoint to damage."""
+    return shutil.copytree(tiny_path, tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a build that must fail; the line it prints."""
+
+    def run(*arguments: object) -> str:
+        folder = tmp_path / "built"
+        folder.mkdir()
+        assert builder.main([*map(str, arguments), "--out", str(folder / "bundle")]) == 2
+        assert list(folder.iterdir()) == []
+        return one_line(capsys.readouterr().err)
+
+    return run
+
+
+def one_line(text: str) -> str:
+    assert text.startswith("error: "), text
+    assert text.count("\n") == 1, text
+    assert text.endswith("\n")
+    return text
