@@ -9,20 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.runtime.toy import (
-    ADAPTIVE,
-    END,
-    HEAD_DIM,
-    HEADS,
-    IMAGE,
-    KV_HEADS,
-    LAYERS,
-    LEVELS,
-    PREPROCESSOR,
-    WEIGHTS,
-    WORDS,
-)
+from tests.runtime.toy import ADAPTIVE, END, IMAGE, LEVELS, PREPROCESSOR, WORDS
 from tests.runtime.toy import SENTENCE_ENDS as ENDS
+from tests.runtime.toy_graphs import HEAD_DIM, HEADS, KV_HEADS, LAYERS, WEIGHTS
 
 
 @dataclass

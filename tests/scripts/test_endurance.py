@@ -14,7 +14,7 @@ import endurance
 import runtime
 from endurance import Part, verdict
 from runtime.session import Session
-from tests.runtime import toy
+from tests.runtime import toy, toy_graphs
 
 PART = 40
 
@@ -25,7 +25,7 @@ def long_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy, "POSITIONS", 5000)
         for seed, name in enumerate(("position", "segment")):
-            patch.setitem(toy.WEIGHTS, name, toy._random(toy.POSITIONS, toy.HIDDEN, seed=seed))
+            patch.setitem(toy.WEIGHTS, name, toy_graphs.drawn(toy.POSITIONS, toy.HIDDEN, seed=seed))
         return toy.build(tmp_path_factory.mktemp("long") / "bundle")
 
 
