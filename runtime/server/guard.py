@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hmac
 import logging
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server.errors import INTERNAL, Refused
 from runtime.server.metrics import Metrics
+from runtime.server.remote import split
 
 log = logging.getLogger(__name__)
 GUARDED = ("/v1/", "/metrics")  # the page and /healthz tell nothing
@@ -96,13 +96,13 @@ class Guard:
 
 def _name(host: str) -> str | None:
     try:
-        return urlsplit(f"//{host}").hostname
+        return split(f"//{host}").hostname
     except ValueError:
         return None
 
 
 def _netloc(origin: str) -> str | None:
     try:
-        return urlsplit(origin).netloc
+        return split(origin).netloc
     except ValueError:
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import os
 import re
 import socket
@@ -36,6 +37,7 @@ SHOWN = 200  # characters of an address in a message
 PORTS = {"http": 80, "https": 443}
 HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]{1,253}\.?))(?::([0-9]{1,5}))?")
 LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
+split = inspect.unwrap(urlsplit)  # without its cache, which keeps the last 128 addresses, be they images of many MiB
 Host: TypeAlias = "tuple[str, int | None]"  # of any port, where it is None
 
 
@@ -98,7 +100,7 @@ class Address:
         Raises:
             ValueError: it is no URL of http or https.
         """
-        parts = urlsplit(url)
+        parts = split(url)
         if parts.scheme not in PORTS:
             raise ValueError(f"{shown(url)} is no URL of http or https")
         name, port = host(parts.netloc)
@@ -173,6 +175,8 @@ class Remote:
 
     def allows(self, url: str) -> bool:
         """Whether a URL is of a host that was named."""
+        if not url[:8].lower().startswith(("http:", "https:")):  # a copy of a data URL is many MiB
+            return False
         try:
             at = Address.of(url)
         except ValueError:
