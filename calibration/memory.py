@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from calibration.samples import Sample
-from engines.bundle import sha256
+from engines.bundle import check_outside, sha256
 from engines.errors import UserError, one_line
 
 FORMAT = 1  # of the files: to be raised where what is measured changes
@@ -36,12 +36,13 @@ def write(path: Path, content: str | bytes) -> None:
         os.replace(part, path)
 
 
-def check_writable(path: Path) -> None:
-    """Refuse, before anything is measured, a file that could not be written.
+def check_writable(path: Path, *read: Path) -> None:
+    """Refuse, before anything is measured, a file that could not be written, or in a folder that is a bundle or read.
 
     Raises:
         UserError: why.
     """
+    check_outside(path, *read)
     try:
         with _beside(path):
             pass

@@ -114,10 +114,12 @@ def writing(out: Path) -> Iterator[Path]:
     """A temporary folder beside `out` that becomes `out` when the block ends well, and vanishes when it does not.
 
     Raises:
-        UserError: `out` exists and is not a bundle, so replacing it could lose something; or the disk is full.
+        UserError: `out` exists and is not a bundle, so replacing it could lose something; it lies in another bundle; or
+            the disk is full.
     """
     try:
         out = Path(out).resolve()
+        check_outside(out)
         if out.exists() and (reason := _irreplaceable(out)):
             raise UserError(f"{out} exists and {reason}: choose another --out or remove it")
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -142,16 +144,35 @@ def _irreplaceable(out: Path) -> str:
         return "is not a bundle"
     if not any(out.iterdir()):
         return ""
-    try:
-        data = json.loads((out / MANIFEST).read_bytes())
-        known = {MANIFEST, CHECKSUM, *data["files"]} if data["format"] == FORMAT else set()
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
-        known = set()
-    if not known:
+    if not (known := _known(out)):
         return "is not a bundle"
     folders = {parent.as_posix() for name in known for parent in PurePosixPath(name).parents}
     strange = sorted({p.relative_to(out).as_posix() for p in out.rglob("*")} - known - folders)
     return f"holds {strange[0]}, which no build has put there" if strange else ""
+
+
+def _known(folder: Path) -> set[str]:
+    """A bundle's files as it names them itself, be it damaged; none where the folder is no bundle."""
+    try:
+        data = json.loads((folder / MANIFEST).read_bytes())
+        return {MANIFEST, CHECKSUM, *data["files"]} if data["format"] == FORMAT else set()
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return set()
+
+
+def check_outside(path: Path, *read: Path) -> None:
+    """Refuse a place to write to that lies in a bundle, or in a folder that is read.
+
+    Raises:
+        UserError: which it lies in.
+    """
+    target = path.resolve()
+    for folder in read:
+        if folder.resolve() in target.parents:
+            raise UserError(f"{path} lies in {folder}, which is read: choose a place outside of it")
+    for folder in target.parents:
+        if _known(folder):
+            raise UserError(f"{path} lies in the bundle {folder}: choose a place outside of it")
 
 
 def _replace(new: Path, out: Path) -> None:

@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out or Path("build") / args.checkpoint.resolve().name
     if args.out is None and args.checkpoint == DEMO:
         out = ROOT / "build" / DEMO.name
+    bundle.check_outside(out, args.checkpoint)
     with bundle.writing(out) as folder:
         image = " --image FILE" * bool(build(args, folder).model.layouts)
         size = sum(f.stat().st_size for f in folder.iterdir())

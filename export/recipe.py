@@ -145,10 +145,15 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
+def own(checkpoint: Path) -> Path:
+    """The folder of a checkpoint's own recipes."""
+    return checkpoint / "recipes"
+
+
 def find(name: str, checkpoint: Path | None) -> Path:
     """The file of a recipe called by name: tuned for this checkpoint and lying beside its weights, or the preset's."""
-    own = [checkpoint / "recipes" / f"{name}.toml"] if checkpoint else []
-    return next((path for path in own if path.is_file()), PRESETS / f"{name}.toml")
+    beside = [own(checkpoint) / f"{name}.toml"] if checkpoint else []
+    return next((path for path in beside if path.is_file()), PRESETS / f"{name}.toml")
 
 
 def presets() -> list[str]:

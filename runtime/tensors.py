@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engines.bundle import check_outside
 from engines.errors import UserError, one_line
 
 TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", "I32": "int32", "I8": "int8"}
@@ -38,6 +39,7 @@ def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -
     content = content.replace(UNKNOWN.encode(), hashlib.sha256(content).hexdigest().encode(), 1)
     try:
         target = path.resolve()
+        check_outside(target)
         if target.exists() and not target.is_file():  # a device would be replaced too
             raise UserError(f"{path}: not a file")
         temporary = target.with_name(f".{secrets.token_hex(8)}")

@@ -42,6 +42,7 @@ from engines.backend import Session
 from engines.bundle import Bundle
 from engines.cuda import Array
 from engines.errors import Parser, UserError, command
+from reporting import check_folder
 from runtime import backends
 from runtime.backends import NAMES, load
 from runtime.generate import Stats
@@ -328,8 +329,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in arguments.backend or ():
         if name not in NAMES:
             raise UserError(f"unknown backend {name!r}: choose {', '.join(NAMES)}")
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise UserError(f"{arguments.json.parent} is not a folder: make it, or give another --json")
+    check_folder(arguments.json, "--json")
     return arguments
 
 

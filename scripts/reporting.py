@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import sqrt
 from pathlib import Path
 
+from engines.bundle import check_outside
 from engines.errors import UserError
 
 
@@ -34,9 +35,12 @@ def binomial_error(share: float, count: int) -> float:
 
 
 def check_folder(file: Path | None, option: str) -> None:
-    """Refuse, before anything is measured, a file whose folder does not exist."""
-    if file is not None and not file.parent.is_dir():
+    """Refuse, before anything is measured, a file whose folder does not exist, or is a bundle's."""
+    if file is None:
+        return
+    if not file.parent.is_dir():
         raise UserError(f"{file.parent} is not a folder: make it, or give another {option}")
+    check_outside(file)
 
 
 def write(path: Path, text: str) -> None:

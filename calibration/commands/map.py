@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     work = out.with_name(f"{out.name}.work")
     if out.is_dir():
         raise UserError(f"{out} is a folder: give a file by --out")
-    check_writable(out)
+    check_writable(out, arguments.checkpoint)
     try:
         with progress_bar() as bar:
             task = bar.add_task("samples", total=len(chosen))

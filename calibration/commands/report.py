@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     folder, out = arguments.checkpoint, arguments.out
     if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"{out} is no file in a folder that exists: give one by --out")
-    check_writable(out)
+    check_writable(out, folder)
     levels = {recipe.name: recipe for recipe in (recipes.load(name, folder) for name in arguments.recipe or PLANNED)}
     measured = figures(
         [verdict for file in arguments.guard or () for verdict in guard.read(file)],

@@ -75,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     settings = base.settings() | {"name": arguments.name, "guard": limits}
     base = parse(recipes.Recipe, settings, "--name and --limits")
     given = samples.of(folder, arguments.samples, text_only=True)
-    check_writable(out)
+    mine = out.resolve().parent == recipes.own(folder).resolve()  # where `--recipe NAME` finds them
+    check_writable(out, *([] if mine else [folder]))
     checkpoint, trials = checkpoints.load(folder), out.with_suffix(".trials")
     try:
         with progress_bar() as bar:

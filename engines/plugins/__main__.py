@@ -58,6 +58,8 @@ def _architecture(text: str) -> str:
 def _build(arguments: argparse.Namespace) -> None:
     if arguments.arch and arguments.only == "cpu":
         raise UserError("--arch is for the TensorRT plugins: leave out --only cpu")
+    if arguments.out:
+        bundles.check_outside(arguments.out / cpu_library.NAME)
     architectures = sorted({*(arguments.arch or cuda_library.ARCHITECTURES)}, key=lambda name: int(name[3:]))
     asked = arguments.only or ("cuda" if arguments.arch else None)
     makers: dict[str, tuple[str, Callable[[], store.Stored]]] = {

@@ -260,7 +260,8 @@ def test_an_interrupt_says_how_to_go_on(folder: Path, tmp_path: Path, capsys: An
         (["CHECKPOINT", "--samples", "nowhere"], "samples.jsonl does not exist"),
         (["CHECKPOINT", "--limit", "0"], "must be at least 1, got 0"),
         (["CHECKPOINT", "--out", "CHECKPOINT"], "is a folder: give a file by --out"),
-        (["CHECKPOINT", "--out", "CHECKPOINT/config.json/map"], "config.json/map cannot be written"),
+        (["CHECKPOINT", "--out", "/dev/null/map"], "/dev/null/map cannot be written"),
+        (["CHECKPOINT", "--out", "CHECKPOINT/config.json"], "which is read: choose a place outside of it"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(folder: Path, arguments: list[str], message: str, capsys: Any) -> None:

@@ -97,6 +97,7 @@ def test_a_refused_recipe_is_not_written(folder: Path, tmp_path: Path, capsys: p
         (["--target-accuracy", "-1", "--name", "a b"], "a recipe's name is letters"),
         (["--target-accuracy", "-1", "--limits", "task=50"], "--target-accuracy is the limit of every task"),
         (["--target-accuracy", "-1", "--out", "/dev/null/recipe.toml"], "/dev/null/recipe.toml cannot be written"),
+        (["--target-accuracy", "-1", "--out", "CHECKPOINT/new.toml"], "which is read: choose a place outside of it"),
         (["--target-accuracy", "-1", "--recipe", "tight.toml"], "tuned: kv_bytes = 0.001 leaves"),
         (["--target-accuracy", "-1", "--out", "recipe"], "give a file that ends in .toml"),
         (["--target-accuracy", "-1", "--recipe", "nothing"], "no recipe 'nothing'"),
@@ -114,7 +115,7 @@ def test_mistakes_are_one_line_and_leave_no_recipe(
     monkeypatch.chdir(tmp_path)
     tight = tmp_path / "tight.toml"
     tight.write_text("[budget]\nkv_bytes = 0.001\n")
-    assert command_line.main(["tune", str(folder), *words]) == 2
+    assert command_line.main(["tune", str(folder), *(word.replace("CHECKPOINT", str(folder)) for word in words)]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engines.bundle import CHECKSUM, MANIFEST, WEIGHTS, read, seal, writing
+from engines.bundle import CHECKSUM, MANIFEST, WEIGHTS, check_outside, read, seal, writing
 from engines.errors import UserError
 from tests.engines.small_bundle import fill, manifest, write
 
@@ -49,6 +49,26 @@ def test_new_bundle_replaces_the_old_one_whole(out: Path) -> None:
     assert read(out).manifest.tools == {"onnx": "2"}
     assert not (out / "old").exists()
     assert [p.name for p in out.parent.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize("place", ["new", "more/new", "link"])
+def test_a_bundle_is_not_written_into(out: Path, place: str) -> None:
+    (out.parent / "aside").symlink_to(out)
+    target = out.parent / "aside" / "new" if place == "link" else out / place
+    before = snapshot(out)
+    with pytest.raises(UserError, match=r"lies in the bundle .*: choose a place outside of it"), writing(target):
+        pytest.fail("it is written")
+    assert snapshot(out) == before
+    read(out)
+
+
+def test_what_is_read_is_not_written_into_but_beside(tmp_path: Path) -> None:
+    (tmp_path / "read").mkdir()
+    for place in ("read/x", "read/new/x", "read/../read/x"):
+        with pytest.raises(UserError, match="which is read: choose a place outside of it"):
+            check_outside(tmp_path / place, tmp_path / "read")
+    for place in ("x", "reader/x", "read/../x", "read"):
+        check_outside(tmp_path / place, tmp_path / "read")
 
 
 def test_damaged_bundle_can_be_built_again(out: Path) -> None:

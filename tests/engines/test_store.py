@@ -234,6 +234,15 @@ def test_build_goes_on_without_nvcc(
     assert [path.name for path in (tmp_path / "out").iterdir()] == [cpu_library.NAME]
 
 
+def test_libraries_are_not_put_into_a_bundle(
+    compiled: list[str], opened: Callable[..., Bundle], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = opened()
+    assert command.main(["build", "--out", str(bundle.path)]) == 2
+    assert f"lies in the bundle {bundle.path}: choose a place outside" in capsys.readouterr().err
+    assert compiled == []
+
+
 @pytest.mark.parametrize("arguments", [["--arch", "87"], ["--only", "cuda"]])
 def test_build_fails_where_the_gpu_was_asked_for(
     compiled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]

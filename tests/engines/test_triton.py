@@ -74,11 +74,16 @@ def test_mistakes_are_one_line_and_leave_nothing(out: Path, tmp_path: Path, caps
         (["--out", free, "--backend", "foo"], "unknown backend 'foo': choose auto, ort, trt-rtx, trt"),
         (["--out", free, "--threads", "257"], "threads must be from 1 to 256, got 257"),
         (["--out", free, "--instances", "0"], "argument --instances: must be at least 1, got 0: see "),
+        (
+            ["--out", str(out / "triton")],
+            f"lies in the bundle {out}: choose a place outside",
+        ),
         ([], "required: --out"),
     ):
         assert main(["triton", str(out), *options]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
+    assert bundles.read(out)
     (out / "vision.onnx").write_bytes(b"x")
     assert main(["triton", str(out), "--out", free]) == 2
     assert "vision.onnx is damaged" in capsys.readouterr().err

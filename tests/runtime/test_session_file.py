@@ -39,6 +39,8 @@ def test_a_saved_session_goes_on_as_the_one_it_was(prefix: bool, vlm: VLM, tmp_p
     assert loaded.messages == session.messages
     turns = [(s.ask("big", max_new_tokens=5, ignore_eos=True).tokens, s.messages) for s in (session, loaded)]
     assert turns[0] == turns[1]
+    with pytest.raises(UserError, match=r"lies in the bundle .*: choose a place outside"):
+        session.save(vlm.bundle.path / "chat.safetensors")
     with pytest.raises(UserError, match="nothing yet: there is nothing to save"):
         Session(vlm).save(path)
 

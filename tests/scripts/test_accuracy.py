@@ -172,6 +172,7 @@ def test_toy_bundle_from_command_to_json(toy_bundle: Path, tmp_path: Path, capsy
         (lambda bundle: [bundle, "--regimes", "never"], "no regime 'never'"),
         (lambda bundle: [bundle, "--levels", ","], "no level given"),
         (lambda bundle: [bundle, "--json", f"{bundle}/nowhere/a.json"], "nowhere is not a folder"),
+        (lambda bundle: [bundle, "--json", f"{bundle}/a.json"], "a.json lies in the bundle "),
         (lambda bundle: [f"{bundle}/nowhere"], "not a folder"),
         (lambda bundle: [bundle, "--backend", "abacus"], "unknown backend 'abacus'"),
     ],

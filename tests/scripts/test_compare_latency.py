@@ -174,12 +174,13 @@ def test_the_provider_is_asked_of_the_profiler_when_nodes_could_fall_back(bundle
         (["--runs", "0"], "--runs must be at least 1, got 0"),
         (["--backend", "cuda"], "unknown backend 'cuda': choose ort, trt-rtx, trt"),
         (["--json", "no/folder.json"], "no is not a folder"),
+        (["--json", "BUNDLE/latency.json"], "latency.json lies in the bundle "),
     ],
 )
 def test_mistakes_are_one_line(
     options: list[str], message: str, bundle: bundles.Bundle, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(bundle, *options) == 2
+    assert run(bundle, *(option.replace("BUNDLE", str(bundle.path)) for option in options)) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import english
 import smollm2
+from engines.bundle import FORMAT, MANIFEST
 from engines.errors import UserError
 
 
@@ -24,6 +26,9 @@ def test_what_is_missing_is_told_and_nothing_is_written(
     assert smollm2.main([str(tmp_path)]) == 2
     assert "exists: remove it" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": {}}))
+    assert smollm2.main([str(tmp_path / "out")]) == 2
+    assert f"lies in the bundle {tmp_path}" in capsys.readouterr().err
 
 
 def vector(lines: list[str]) -> bytes:

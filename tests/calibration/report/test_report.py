@@ -293,3 +293,5 @@ def test_nowhere_to_write_is_told_before_the_work(folder: Path, tmp_path: Path, 
     for out in (tmp_path, tmp_path / "missing" / "x.html"):
         assert command_line.main(["report", str(folder), "--out", str(out)]) == 2
         assert "give one by --out" in capsys.readouterr().err
+    assert command_line.main(["report", str(folder), "--out", str(folder / "x.html")]) == 2
+    assert "which is read: choose a place outside of it" in capsys.readouterr().err
