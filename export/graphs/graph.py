@@ -123,7 +123,11 @@ class Decoding(Stateful):
                 attention_mask=None,
                 use_cache=False,
             )[0]
-        return self.head(hidden[:, -1])
+        return self.head(self.told(hidden))
+
+    def told(self, hidden: Tensor) -> Tensor:
+        """The rows [batch, tokens, hidden_size] that logits are wanted of."""
+        return hidden[:, -1]
 
 
 @contextmanager

@@ -123,7 +123,7 @@ class Prefill(Decoding):
             tokens = cached[layer] = prompt.tokens(key, value, mass, self.center_of(layer))
             if protect.aligns:
                 tokens.marks = tokens.marks + ALIGNED * protect.aligned(seen_by(length)).int()
-            return full_attention(query, key, value, mask, scale)
+            return self.attend(query, key, value, mask, scale)
 
         def fewer(hidden: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal prompt
@@ -157,6 +157,10 @@ class Prefill(Decoding):
             torch.int8
         )
         return result
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """What a layer's attention gives, as `full_attention`."""
+        return full_attention(query, key, value, mask, scale)
 
 
 @contextmanager

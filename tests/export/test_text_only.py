@@ -40,7 +40,7 @@ def save(folder: Path, kind: str, **more: Any) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     rest = {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 256, "head_dim": 16}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2}
-    AutoModelForCausalLM.from_config(CONFIGS[kind](**sizes, **rest, **ends, **more)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(CONFIGS[kind](**(sizes | rest | ends | more))).save_pretrained(folder)
     return folder
 
 
