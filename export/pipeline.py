@@ -48,6 +48,7 @@ class Prepared:
 
 
 Makers = dict[str, Callable[[], Graph]]  # a graph's name -> its module, made when it is exported
+BEFORE = ("name", "description", "unknown", "perception", "gate", "fallback", "guard")  # what no decoder's graph reads
 
 
 def plan_levels(
@@ -64,6 +65,7 @@ def plan_levels(
     """
     makers: Makers = {}
     visions: dict[tuple[str, str], str] = {}  # layout, and how visual tokens are chosen -> the graph that does it
+    alike: dict[tuple[str, int], str] = {}  # the rest of a recipe, and a decoder -> the level whose graphs they are
 
     def add(name: str, maker: Callable[[], Graph]) -> str:
         makers.setdefault(name, maker)
@@ -81,22 +83,24 @@ def plan_levels(
             add(vision, partial(Vision, checkpoint.encoders[layout.name], recipe, layout, checkpoint.decoder))
             views[layout.name] = bundle.View(vision, tokens, recipe.adaptive(layout.tokens))
         decoder, known = prepared[name].decoder, prepared[name].statistics
+        rest = {part: value for part, value in recipe.settings().items() if part not in BEFORE}
+        own = alike.setdefault((str(rest), id(decoder)), name)  # levels that differ in what they see share the others
         sized = []
         for length in buckets[name]:
             state = State(decoder, recipe, length)
             extends = state.chunk > 1 or decoder.mrope  # decode takes one position id, a visual token has three
-            rows, many = f"{name}.decode_{length}x{batch}", partial(Decode, replace(state, batch=batch), known)
+            rows, many = f"{own}.decode_{length}x{batch}", partial(Decode, replace(state, batch=batch), known)
             sized.append(
                 bundle.Bucket(
                     length=length,
                     capacities=state.capacities,
                     window=state.window,
                     recent=state.recent,
-                    prefill=add(f"{name}.prefill_{length}", partial(Prefill, state, known)),
-                    decode=add(f"{name}.decode_{length}", partial(Decode, state, known)),
-                    compact=add(f"{name}.compact_{length}", partial(Compact, state, known)) if state.compacts else "",
+                    prefill=add(f"{own}.prefill_{length}", partial(Prefill, state, known)),
+                    decode=add(f"{own}.decode_{length}", partial(Decode, state, known)),
+                    compact=add(f"{own}.compact_{length}", partial(Compact, state, known)) if state.compacts else "",
                     shortened=state.shortened,
-                    extend=add(f"{name}.extend_{length}", partial(Extend, state, known)) if extends else "",
+                    extend=add(f"{own}.extend_{length}", partial(Extend, state, known)) if extends else "",
                     chunk=state.chunk,
                     batched=add(rows, many) if batch > 1 else "",
                     batch=batch,

@@ -161,7 +161,9 @@ def test_a_guided_level_that_keeps_everything_takes_no_question(checkpoint: Chec
     assert list(vision.inputs) == ["pixel_values"]
 
 
-def test_levels_share_a_vision_graph_if_they_choose_alike(checkpoint: Checkpoint) -> None:
+def test_levels_share_graphs_where_they_choose_or_compress_alike(
+    checkpoint: Checkpoint,
+) -> None:
     half: dict[str, Any] = {"keep": 0.5}
     tables = {
         "off": {},
@@ -186,6 +188,7 @@ def test_levels_share_a_vision_graph_if_they_choose_alike(checkpoint: Checkpoint
     assert [view.tokens for view in views.values()] == [16, 16, 8, 8, 8, 8, 8, 16]
     assert views["shared"].adaptive == Adaptive([16], 0.9, 1, 0.5)
     assert views["half"].adaptive is None
+    assert {bucket.prefill for level in levels.values() for bucket in level.buckets} == {"off.prefill_64"}
     for name, view in views.items():
         vision = makers[view.vision]()
         assert isinstance(vision, Vision)
