@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,50 @@ class Layout:
             raise ValueError(f"layout {self.name} has pixel_values of the shape {self.pixel_values}")
         if len(self.grid) not in (0, 3) or min(self.grid, default=1) < 1:
             raise ValueError(f"layout {self.name} has a grid of {self.grid}, and needs [time, height, width] or none")
+
+
+@dataclass(frozen=True)
+class VideoStyle:
+    """How a model sees a video: so many of its frames at once are one picture, and this is what a prompt has for them.
+
+    Attributes:
+        placeholder: what a chat template writes for a video.
+        token: stands in a prompt as often as there are visual tokens; `token_id` is its id.
+        frames: that are one picture: what the encoder's patches hold.
+        start, end: around each picture's tokens.
+        time: of each picture, told nowhere, `before` it (the mean of its frames') or `behind` it (the first frame's).
+        ends: whether the frames that are taken go from the first to the last; else each begins a part of equal length.
+    """
+
+    placeholder: str
+    token: str
+    token_id: int
+    frames: int
+    start: str = ""
+    end: str = ""
+    time: Literal["nowhere", "before", "behind"] = "nowhere"
+    ends: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.placeholder or not self.token or self.frames < 1:
+            raise ValueError(f"a style of videos needs a placeholder, a token and frames, got {self}")
+
+    def text(self, tokens: int, times: Sequence[float]) -> str:
+        """What takes the placeholder's place.
+
+        Args:
+            tokens: visual tokens of a picture.
+            times: of the frames, in seconds; the last one is repeated where some are missing.
+        """
+        known, parts = [*times, *[times[-1]] * (-len(times) % self.frames)], []
+        for first in range(0, len(known), self.frames):
+            inside = f"{self.start}{self.token * tokens}{self.end}"
+            if self.time == "before":
+                inside = f"<{(known[first] + known[first + self.frames - 1]) / 2:.1f} seconds>{inside}"
+            elif self.time == "behind":
+                inside += str(int(known[first]))
+            parts.append(inside)
+        return "".join(parts)
 
 
 def choose_layout(height: int, width: int, layouts: Sequence[Layout]) -> Layout:

@@ -15,7 +15,7 @@ import numpy as np
 from engines.artifacts import Graph, Library, Plan
 from engines.gate import Adaptive
 from engines.guard import Guarded
-from engines.layout import Layout
+from engines.layout import Layout, VideoStyle
 from engines.mrope import MRope
 from engines.tokens import NO_TOKEN
 from engines.weights import Embedding, StoredWeights
@@ -142,6 +142,7 @@ class Model:
         block: within what tokens look both ways, each image or the whole prompt: prefill must read it at once.
         mrope: how position ids are counted, three a token; None: a token has one, its position.
         deepstack: taps of the vision encoder that the first layers add to visual tokens.
+        video: how it sees a video; None: it does not, or not by its layouts.
     """
 
     model_type: str
@@ -160,6 +161,7 @@ class Model:
     block: Literal["image", "prompt"] | None = None
     mrope: MRope | None = None
     deepstack: int = 0
+    video: VideoStyle | None = None
 
     def __post_init__(self) -> None:
         sizes = ("num_heads", "head_dim", "hidden_size", "vocab_size")
@@ -175,12 +177,19 @@ class Model:
         for layout in self.layouts:
             if self.mrope and (not layout.grid or self.mrope.tokens(layout.grid) != layout.tokens):
                 raise ValueError(f"layout {layout.name} of {layout.tokens} tokens has no grid {layout.grid} of patches")
+        if self.video and not (self.layouts and self.mrope and 0 <= self.video.token_id < self.vocab_size):
+            raise ValueError(f"a style of videos needs layouts, M-RoPE and a token of the vocabulary, got {self.video}")
         if self.embedding.shape != [self.vocab_size, self.hidden_size]:
             raise ValueError(f"embedding {self.embedding.shape} is not [{self.vocab_size}, {self.hidden_size}]")
 
     @property
     def num_layers(self) -> int:
         return len(self.kv_heads)
+
+    @property
+    def visual_ids(self) -> list[int]:
+        """Ids of the tokens that stand for parts of images and videos."""
+        return sorted({self.image_token_id, self.video.token_id if self.video else self.image_token_id})
 
     def kv_bytes(self, tokens: int, dtype: str = "float16") -> int:
         """Bytes of an uncompressed KV cache of `tokens` tokens."""

@@ -272,6 +272,7 @@ def _model(checkpoint: Checkpoint, embedding: bundle.Embedding) -> bundle.Model:
         block=checkpoint.decoder.block,
         mrope=checkpoint.decoder.mrope,
         deepstack=checkpoint.decoder.deepstack,
+        video=checkpoint.video,
     )
 
 

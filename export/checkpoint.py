@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from engines.errors import UserError, one_line
-from engines.layout import Layout
+from engines.layout import Layout, VideoStyle
 from engines.preprocessor import ImagePreprocessor
 from engines.tokens import NO_TOKEN, sentence_ends
 from export.attention import use_hook
@@ -26,6 +26,7 @@ from export.graphs import Decoder, split
 from export.layouts import DO_NOT_FIT, layout, sizes_of
 from export.preprocessors import load_processor, settings
 from export.text_processor import TextProcessor
+from export.videos import video_style
 from export.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Checkpoint:
         placeholder: what the chat template writes for a picture.
         layouts: what pictures are brought to, none if the model takes none; calibration works with the first one.
         encoders: of each layout, by its name: from its `pixel_values` to its visual tokens.
+        video: how it sees a video by them, if it does.
     """
 
     path: Path
@@ -54,6 +56,7 @@ class Checkpoint:
     layouts: list[Layout]
     encoders: dict[str, nn.Module]
     weights: Weights = dataclasses.field(default_factory=Weights)
+    video: VideoStyle | None = None
 
     @property
     def takes_images(self) -> bool:
@@ -158,7 +161,8 @@ def load(folder: str | Path, weights: bool = True, sizes: Sequence[tuple[int, in
     for each in layouts:
         _check_encoder(path, encoders[each.name], each, image_token_id, "cpu" if weights else "meta")
     parts = preprocessor, image_token_id, processor.image_token, layouts, encoders
-    return Checkpoint(path, model, processor, model_type, decoder, *parts)
+    video = video_style(processor, model, preprocessor, layouts[0])
+    return Checkpoint(path, model, processor, model_type, decoder, *parts, video=video)
 
 
 def takes_images(folder: str | Path) -> bool:

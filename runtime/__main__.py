@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 BYTES = 1024
 
 
+class _Video(str):
+    """A path that `--video` names."""
+
+
 def main(argv: list[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of odd tags and the like, about an image that is fine
@@ -42,6 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     _model(ask)
     ask.add_argument("question")
     ask.add_argument("--image", action="append", default=[], metavar="FILE", help="repeat it for several images")
+    ask.add_argument("--video", action="append", dest="image", type=_Video, metavar="PATH", help="a folder of frames, "
+                     "or an animated GIF, WebP or PNG; repeat it for several")  # fmt: skip
+    ask.add_argument("--frames", type=positive, metavar="N", help="of each video, spread evenly (default: all)")
+    ask.add_argument("--fps", type=float, metavar="N", help="frames a second of a video (default: as its file says, "
+                     "else 24)")  # fmt: skip
     ask.add_argument("--question-later", action="store_true", help="compress the images before the question is known")
     ask.add_argument("--json", action="store_true", help="print one JSON object instead of the answer")
     _drawn(ask).add_argument(
@@ -131,11 +140,12 @@ def _ask(arguments: argparse.Namespace) -> None:
 
     watch = {name: vars(arguments)[name] for name in Watch.__dataclass_fields__ if name in arguments}
     sampling, monitor = _sampling(arguments), Monitor(Watch(**watch))
+    shown = _shown(arguments)
     vlm = _opened(arguments)
     vlm.monitor = monitor
     stream = vlm.stream(
         arguments.question,
-        arguments.image,
+        shown,
         arguments.max_new_tokens,
         question_later=arguments.question_later,
         sampling=sampling,
@@ -169,6 +179,17 @@ def _ask(arguments: argparse.Namespace) -> None:
         + "]",
         file=sys.stderr,
     )
+
+
+def _shown(arguments: argparse.Namespace) -> list[Any]:
+    """Images and videos, in the order in which they were named."""
+    from runtime.video import Video
+
+    given = arguments.image
+    if (arguments.frames or arguments.fps) and not any(isinstance(each, _Video) for each in given):
+        raise UserError("--frames and --fps are of videos: give one with  --video PATH")
+    options = {"frames": arguments.frames, "fps": arguments.fps}
+    return [Video(str(each), **options) if isinstance(each, _Video) else each for each in given]
 
 
 def _info(arguments: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from engines.errors import UserError
 from runtime.monitor import Alarm, Watcher
 from runtime.sampling import Distribution, Logprob, Sampler, Sampling, check_number
 from runtime.text import Detokenizer, StopStrings
+from runtime.video import Shown, Video, parts
 
 if TYPE_CHECKING:
     from engines.layout import Layout
@@ -114,8 +115,8 @@ class Request:
     """What is known before any graph runs, and whether the answer is still wanted.
 
     Attributes:
-        layouts: of its images.
-        pixels: of its images, once they are decoded.
+        shown: its images and videos.
+        pixels: of each image and picture of a video, once they are decoded.
         on_restart: None where nothing that was given may be taken back.
         lightened: how many levels lighter `level` is than the request's own.
         keep: takes what the model has read, and will have read, in a session.
@@ -126,7 +127,7 @@ class Request:
     """
 
     ids: list[int]
-    layouts: list[Layout]
+    shown: Sequence[Shown]
     level: str
     max_new_tokens: int
     ignore_eos: bool
@@ -143,9 +144,14 @@ class Request:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
+    def layouts(self) -> list[Layout]:
+        """Of each image, and of each picture of a video."""
+        return parts(self.shown)
+
+    @property
     def visual(self) -> int:
         """Visual tokens, before any is dropped."""
-        return sum(layout.tokens for layout in self.layouts)
+        return sum(each.tokens for each in self.shown)
 
     @property
     def text(self) -> int:
@@ -302,10 +308,10 @@ def whole(parts: Generator[object, None, Returned]) -> Returned:
             return end.value
 
 
-def check_options(images: Sequence[ImageSource], max_new_tokens: int, sampling: Sampling) -> None:
+def check_options(images: Sequence[ImageSource | Video], max_new_tokens: int, sampling: Sampling) -> None:
     """Refuse what no request can be made of."""
     if not isinstance(sampling, Sampling):
         raise UserError(f"sampling must be a runtime.sampling.Sampling, got {sampling!r}")
     check_number("max_new_tokens", max_new_tokens, 1)
     if isinstance(images, str | bytes | Path) or not isinstance(images, Sequence):
-        raise UserError("images must be a list of images")
+        raise UserError("images must be a list of images, or of videos too")

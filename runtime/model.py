@@ -43,12 +43,14 @@ from runtime.prompt import (
 )
 from runtime.sampling import GREEDY, Sampling, check_number
 from runtime.state import Context, Read, State
+from runtime.video import Clip
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from runtime.messages import Prompt
     from runtime.preprocess import ImageSource
-    from runtime.prompt import Prompt
+    from runtime.video import Video
 
 
 class VLM:
@@ -120,7 +122,7 @@ class VLM:
     def generate(
         self,
         prompt: Prompt,
-        images: Sequence[ImageSource] = (),
+        images: Sequence[ImageSource | Video] = (),
         max_new_tokens: int = MAX_NEW_TOKENS,
         ignore_eos: bool = False,
         question_later: bool = False,
@@ -135,7 +137,7 @@ class VLM:
     def stream(
         self,
         prompt: Prompt,
-        images: Sequence[ImageSource] = (),
+        images: Sequence[ImageSource | Video] = (),
         max_new_tokens: int = MAX_NEW_TOKENS,
         ignore_eos: bool = False,
         question_later: bool = False,
@@ -145,8 +147,10 @@ class VLM:
         """Answer piece by piece: an iterator of texts, whose `.result` is there at its end.
 
         Args:
-            prompt: a question, or messages with one `{"type": "image"}` for every image.
-            images: paths, bytes of image files, PIL images or uint8 arrays [H, W, 3], in the order of the placeholders.
+            prompt: a question, or messages with one `{"type": "image"}` for every image and one `{"type": "video"}` for
+                every video.
+            images: paths, bytes of image files, PIL images or uint8 arrays [H, W, 3], and `runtime.Video`s, in the
+                order of the placeholders.
             max_new_tokens: stop after so many.
             ignore_eos: go on after the end token.
             question_later: compress the images before the model has seen what follows them, as when an image is
@@ -163,17 +167,17 @@ class VLM:
             raise UserError("question_later needs an image to compress before the question")
         own = self.level_for(question_later)
         stats = self.stats(own)
-        layouts = self.pictures.layouts(images)
-        ids = self.prompts.ids(prompt, layouts)
+        shown = self.pictures.shown(images)
+        ids = self.prompts.ids(prompt, shown)
         rest = max_new_tokens, ignore_eos, question_later, sampling
-        request = Request(ids, layouts, own, *rest, on_restart=on_restart)
+        request = Request(ids, shown, own, *rest, on_restart=on_restart)
         self._check_length(request, self.bundle.manifest.levels[own])
         request = self.lighter(request, self.monitor.lighter) or request
         if self.admission:
             others = [name for name in self._lines[question_later] if self._at(request, name)]
-            request, stats.reason = self.admission.admit(request, self.pictures.decoding(images, layouts), others)
+            request, stats.reason = self.admission.admit(request, self.pictures.decoding(images, shown), others)
         with stats.time("images"):
-            request = replace(request, pixels=self.pictures.pixels(images, layouts))
+            request = replace(request, pixels=self.pictures.pixels(images, shown))
         return TextStream(self, request, stats)
 
     def level_for(self, question_later: bool) -> str:
@@ -237,7 +241,7 @@ class VLM:
         context.whole, context.position, context.begins, context.shift = True, rows.total, True, rows.shift
         if request.pixels and not request.context and (held := state.holders(rows.positions, rows.total)) is not None:
             tokens = [layout.tokens for layout in request.layouts]
-            places = image_positions(request.ids, tokens, self.model.image_token_id)
+            places = image_positions(request.ids, tokens, self.model.visual_ids)
             stats.patches = [held[own].round(4).tolist() for own in places]
         return context
 
@@ -292,15 +296,16 @@ class VLM:
             visual.append(np.stack([out["visual_tokens"][0, first], *taps]))
             kept.append(out["kept"][0, first])
         m, begun = self.model, (request.start, request.context.shift if request.context else 0)
-        tokens, grids = [layout.tokens for layout in layouts], [layout.grid for layout in layouts]
-        rows = lay_out(request.ids, kept, tokens, m.image_token_id, m.sentence_ends, *begun, m.mrope, grids)
+        tokens, grids = [layout.tokens for layout in layouts], [each.grid for each in request.shown]
+        seconds = [each.seconds if isinstance(each, Clip) else 1.0 for each in request.shown]
+        rows = lay_out(request.ids, kept, tokens, m.visual_ids, m.sentence_ends, *begun, m.mrope, grids, seconds)
         stats.images, stats.visual_tokens, stats.visual_tokens_by_image = len(visual), sum(counts), counts
         stats.layouts = [layout.name for layout in layouts]
         none = np.empty((1 + m.deepstack, 0, m.hidden_size), np.float32)
         return rows, np.concatenate([none, *visual], axis=1)
 
     def _after_images(self, ids: list[int]) -> list[int]:
-        return ids[len(ids) - ids[::-1].index(self.model.image_token_id) :]
+        return ids[max(index for index, token in enumerate(ids, 1) if token in self.model.visual_ids) :]
 
     def _question(self, request: Request, vision: Session) -> dict[str, np.ndarray]:
         """The text after the last image, for a vision graph that chooses by it; no text if it is to come later."""

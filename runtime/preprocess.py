@@ -72,7 +72,7 @@ def measure(source: ImageSource) -> Size:
         return height, width
     if isinstance(source, Image.Image):
         return source.height, source.width
-    file = BytesIO(source) if isinstance(source, bytes) else _checked(Path(source))
+    file = BytesIO(source) if isinstance(source, bytes) else checked(Path(source))
     with opened(file, "the image" if isinstance(source, bytes) else str(source)) as image:
         return upright_size(image)
 
@@ -100,10 +100,10 @@ def decoding_bytes(source: ImageSource, settings: ImagePreprocessor, layout: Lay
 
 
 def _file_rgb(path: Path) -> np.ndarray:
-    return _decoded(_checked(path), str(path))
+    return _decoded(checked(path), str(path))
 
 
-def _checked(path: Path) -> Path:
+def checked(path: Path) -> Path:
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -147,18 +147,18 @@ def _decoded(file: Path | BytesIO, name: str) -> np.ndarray:
     from PIL import ImageOps
 
     with opened(file, name) as image:
-        return _composited(ImageOps.exif_transpose(image).convert("RGB"))
+        return composited(ImageOps.exif_transpose(image).convert("RGB"))
 
 
 def _image_rgb(image: PILImage) -> np.ndarray:
     try:
-        pixels = _composited(image)
+        pixels = composited(image)
     except Exception as error:  # opened lazily by the caller: its file may be truncated
         raise UserError(f"not a readable image: {one_line(error)}") from error
     return _not_empty(pixels)
 
 
-def _composited(image: PILImage) -> np.ndarray:
+def composited(image: PILImage) -> np.ndarray:
     """`convert_to_rgb`: onto white where the image is transparent, by an alpha channel or a transparent color."""
     from PIL import Image
 

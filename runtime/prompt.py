@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engines.bundle import Bucket, Layout, Level, Model
+from engines.bundle import Bucket, Level, Model
 from engines.config import read_json
 from engines.errors import UserError, one_line
 from engines.mrope import MRope
 from engines.tokens import PADDING, TEXT, VISUAL, segments
 from engines.weights import Table
+from runtime.messages import kinds_of, messages_of, plain
+from runtime.video import Clip, Shown, flat
 
 if TYPE_CHECKING:
     import jinja2
     from tokenizers import Tokenizer
 
-    Prompt = str | Sequence[Mapping[str, Any]]
+    from runtime.messages import Prompt
 
 
 @dataclass(frozen=True)
@@ -67,36 +70,39 @@ def lay_out(
     ids: Sequence[int],
     kept: Sequence[np.ndarray],
     tokens: Sequence[int],
-    image_token_id: int,
+    visual_ids: int | Sequence[int],
     sentence_ends: Sequence[int] = (),
     start: int = 0,
     shift: int = 0,
     mrope: MRope | None = None,
     grids: Sequence[Sequence[int]] = (),
+    seconds: Sequence[float] | None = None,
 ) -> Rows:
     """The prompt's rows, without the visual tokens that were dropped.
 
     Args:
         ids: token ids with one image token for every visual one; an image's need not lie side by side.
-        kept: of each image, the ascending indices of its kept tokens, [K].
-        tokens: of each image, N, how many it has.
-        image_token_id: theirs.
+        kept: of each image, or picture of a video, the ascending indices of its kept tokens, [K].
+        tokens: of each of them, N, how many it has.
+        visual_ids: ids of their tokens.
         sentence_ends: ids of text that end a sentence.
         start: position of the first token.
         shift: what the position id of the first token is more than its position.
         mrope: how position ids are counted; None: a token has one, its position.
-        grids: of each image's patches, [t, h, w], for M-RoPE.
+        grids: of each image's and each video's patches, [t, h, w], for M-RoPE.
+        seconds: that each of them shows by one of its t, 1 unless given.
     """
     table = np.asarray(ids, np.int64)
-    visual, stays = table == image_token_id, table != image_token_id
+    visual = np.isin(table, visual_ids)
+    stays = ~visual
     numbers = np.zeros(len(table), np.int64)
     numbers[visual] = np.repeat(np.arange(1, len(tokens) + 1), tokens)
-    for places, own in zip(image_positions(ids, tokens, image_token_id), kept, strict=True):
+    for places, own in zip(image_positions(ids, tokens, visual_ids), kept, strict=True):
         stays[places[own]] = True
     total, first = start + len(table), start + shift
     whole = np.tile(np.arange(start, total, dtype=np.int32), (3, 1))
     if mrope:
-        whole = mrope.position_ids(visual, grids, first)
+        whole = mrope.position_ids(visual, grids, first, seconds)
     rows, numbers = table[stays], numbers[stays]
     kinds = np.where(numbers > 0, VISUAL, TEXT).astype(np.int32)
     positions = (start + np.flatnonzero(stays)).astype(np.int32)
@@ -104,9 +110,9 @@ def lay_out(
     return Rows(rows, positions, kinds, own, np.cumsum(numbers > 0) - 1, whole[:, stays], total, after - total)
 
 
-def image_positions(ids: Sequence[int], tokens: Sequence[int], image_token_id: int) -> list[np.ndarray]:
+def image_positions(ids: Sequence[int], tokens: Sequence[int], visual_ids: int | Sequence[int]) -> list[np.ndarray]:
     """Of each image, with so many tokens, where they are in the prompt before pruning, [N]."""
-    return np.split(np.flatnonzero(np.asarray(ids) == image_token_id), np.cumsum(tokens))[: len(tokens)]
+    return np.split(np.flatnonzero(np.isin(np.asarray(ids, np.int64), visual_ids)), np.cumsum(tokens))[: len(tokens)]
 
 
 def choose_bucket(tokens: int, text: int, level: Level, room: int = 0) -> Bucket:
@@ -253,98 +259,72 @@ class PromptReader:
                     "tokenizer and its manifest are not of one build, make them again with  python export/build.py"
                 )
 
-    def text(self, prompt: Prompt, images: int) -> str:
-        """Render the chat template; a plain string is one user message, its images first, then the text.
+    def text(self, prompt: Prompt, shown: Sequence[Shown]) -> str:
+        """Render the chat template; a plain string is one user message, what it shows first, then the text.
 
         Raises:
             UserError: the question is empty, the messages have no known form, or the template refuses them.
         """
-        messages = messages_of(prompt, images)
-        if not self._model.layouts and (images or any(map(_shows, messages))):
+        messages = messages_of(prompt, shown)
+        if not self._model.layouts and (shown or any(kinds_of(message) - {"text"} for message in messages)):
             raise UserError(f"{self._model.model_type} takes no images: ask it without")
+        if not self._model.video and any("video" in kinds_of(message) for message in messages):
+            raise UserError("the messages have a video, but none was given")
         try:
             if not self._model.layouts:
-                messages = [{**message, "content": _plain(message["content"])} for message in messages]
+                messages = [{**message, "content": plain(message["content"])} for message in messages]
             absent = {"tools": None, "documents": None}  # Hugging Face defines them, and templates ask whether it did
             return self._template.render(messages=messages, add_generation_prompt=True, **absent, **self._variables)
         except Exception as error:  # a template is a program of the checkpoint's: it can fail in any way
             raise UserError(f"the model's chat template refuses these messages: {one_line(error)}") from error
 
-    def ids(self, prompt: Prompt, layouts: Sequence[Layout]) -> list[int]:
-        """Token ids of the whole prompt, with every image token of its images.
+    def ids(self, prompt: Prompt, shown: Sequence[Shown]) -> list[int]:
+        """Token ids of the whole prompt, with every token of its images and videos.
 
         Raises:
             UserError: what `text` and `encode` raise.
         """
-        return self.encode(self.text(prompt, len(layouts)), layouts)
+        return self.encode(self.text(prompt, shown), shown)
 
-    def encode(self, text: str, layouts: Sequence[Layout], first: bool = True) -> list[int]:
-        """Token ids of a text that the template has rendered, where the layouts' texts stand for the images.
+    def encode(self, text: str, shown: Sequence[Shown], first: bool = True) -> list[int]:
+        """Token ids of a text that the template has rendered, where the texts of what is shown take its placeholders.
 
         Args:
-            layouts: of its images, in their order.
+            shown: its images and videos, in their order.
             first: whether it begins a prompt: there the tokenizer may add tokens of its own.
 
         Raises:
-            UserError: it has not one placeholder an image, or image tokens besides.
+            UserError: it has not one placeholder for each of them, or visual tokens besides.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:  # bytes of the command line that are no UTF-8 arrive as lone surrogates
             raise UserError(f"the question is not valid Unicode text: {one_line(error)}") from error
-        model, images = self._model, len(layouts)
-        before, *behind = text.split(model.placeholder) if model.placeholder else [text]
-        if (places := len(behind)) != images:
-            raise UserError(
-                f"the messages have {places} image placeholder{'s' * (places != 1)}, but {images} "
-                f"image{'s were' if images != 1 else ' was'} given"
-            )
-        whole = before + "".join(layout.text + part for layout, part in zip(layouts, behind, strict=True))
+        model, video = self._model, self._model.video
+        shown = flat(shown)
+        known = {"image": model.placeholder, "video": video.placeholder if video else ""}
+        marks = "|".join(f"(?P<{kind}>{re.escape(mark)})" for kind, mark in known.items() if mark)
+        found = [*re.finditer(marks, text)] if marks else []
+        places = [str(match.lastgroup) for match in found]
+        given = ["video" if isinstance(each, Clip) else "image" for each in shown]
+        for kind in known:
+            if (there := places.count(kind)) != (count := given.count(kind)):
+                raise UserError(
+                    f"the messages have {there} {kind} placeholder{'s' * (there != 1)}, but {count} "
+                    f"{kind}{'s were' if count != 1 else ' was'} given"
+                )
+        if places != given:
+            raise UserError(f"the messages have {', '.join(places)}, and given were {', '.join(given)}: reorder them")
+        ends = [0, *(end for match in found for end in match.span()), len(text)]
+        between = [text[begin:end] for begin, end in zip(ends[::2], ends[1::2], strict=True)]
+        whole = between[0] + "".join(each.text + part for each, part in zip(shown, between[1:], strict=True))
         ids: list[int] = self.tokenizer.encode(whole, add_special_tokens=first and self._add_special_tokens).ids
-        if ids.count(model.image_token_id) != sum(layout.tokens for layout in layouts):
-            token = self.tokenizer.id_to_token(model.image_token_id)
-            raise UserError(f"the messages have {token!r} in a text, which stands for a part of an image only")
+        if sum(map(ids.count, model.visual_ids)) != sum(each.tokens for each in shown):
+            tokens = " or ".join(repr(self.tokenizer.id_to_token(token)) for token in model.visual_ids)
+            raise UserError(f"the messages have {tokens} in a text, which stands for a part of an image only")
         if ids and max(ids) >= model.vocab_size:
             raise UserError(f"token {max(ids)} is outside the model's vocabulary of {model.vocab_size}")
         return ids
-
-
-def messages_of(prompt: Prompt, images: int) -> list[dict[str, Any]]:
-    """A prompt as messages; a plain string is one of the user's, its images first."""
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise UserError("the question is empty")
-        content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": prompt}]
-        return [{"role": "user", "content": content}]
-    if not isinstance(prompt, list | tuple) or not prompt:
-        raise UserError("the prompt must be a text or a list of messages")
-    for message in prompt:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise UserError(f"a message must have a role and a content, got {message!r}")
-        content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(parts, list | tuple) or not all(_is_part(part) for part in parts):
-            raise UserError(
-                'a message\'s content must be a text or a list of {"type": "image"} and '
-                f'{{"type": "text", "text": "..."}}, got {content!r}'
-            )
-    return [dict(message) for message in prompt]
-
-
-def _shows(message: Mapping[str, Any]) -> bool:
-    """Whether an image belongs to a message."""
-    return not isinstance(message["content"], str) and any(part.get("type") == "image" for part in message["content"])
-
-
-def _plain(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """A message's content as templates of models without images take it: one text."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
-def _is_part(part: Any) -> bool:
-    if not isinstance(part, Mapping):
-        return False
-    return part.get("type") == "image" or (part.get("type") == "text" and isinstance(part.get("text"), str))
 
 
 def _compile(path: Path) -> jinja2.Template:

@@ -26,14 +26,16 @@ from engines.errors import UserError
 from runtime import tensors
 from runtime.generate import MAX_NEW_TOKENS, Request, Result, Stats, TextStream, check_options, whole
 from runtime.memory import Need, Reservation
+from runtime.messages import messages_of
 from runtime.model import VLM
-from runtime.prompt import least_room, messages_of
+from runtime.prompt import least_room
 from runtime.sampling import GREEDY, Sampling, check_number
 from runtime.state import Context, State
 
 if TYPE_CHECKING:
+    from runtime.messages import Prompt
     from runtime.preprocess import ImageSource
-    from runtime.prompt import Prompt
+    from runtime.video import Shown, Video
 
 FORMAT = "unicache-edge session 1"
 MARK = "\ue000{}\ue001"  # with a number that makes it unique: stands around what a turn adds to a rendered chat
@@ -102,7 +104,7 @@ class Session:
     def ask(
         self,
         question: Prompt,
-        images: Sequence[ImageSource] = (),
+        images: Sequence[ImageSource | Video] = (),
         max_new_tokens: int = MAX_NEW_TOKENS,
         ignore_eos: bool = False,
         sampling: Sampling = GREEDY,
@@ -116,7 +118,7 @@ class Session:
     def stream(
         self,
         question: Prompt,
-        images: Sequence[ImageSource] = (),
+        images: Sequence[ImageSource | Video] = (),
         max_new_tokens: int = MAX_NEW_TOKENS,
         ignore_eos: bool = False,
         sampling: Sampling = GREEDY,
@@ -130,24 +132,24 @@ class Session:
         """
         check_options(images, max_new_tokens, sampling)
         self._settle()
-        new, stats = messages_of(question, len(images)), self._stats()
+        new, shown, stats = *self._new(question, images), self._stats()
 
         def keep(context: Context) -> None:
             self._keep(context, new)
             self._answer = answer, context.position
 
-        request = self._request(self._text(new), images, max_new_tokens, ignore_eos, sampling, stats, keep)
+        request = self._request(self._text(new), images, shown, max_new_tokens, ignore_eos, sampling, stats, keep)
         self._turn = TextStream(self.vlm, request, stats)
         answer = self._turn.answer
         return self._turn
 
-    def read(self, prompt: Prompt, images: Sequence[ImageSource] = ()) -> Stats:
+    def read(self, prompt: Prompt, images: Sequence[ImageSource | Video] = ()) -> Stats:
         """Read the beginning of a turn, say a system prompt and an image: `fork` the session and ask what follows."""
         check_options(images, 1, GREEDY)
         self._settle()
-        new, stats = messages_of(prompt, len(images)), self._stats()
+        new, shown, stats = *self._new(prompt, images), self._stats()
         text = self._text(new, begun=True)
-        request = self._request(text.rstrip(), images, 1, False, GREEDY, stats, lambda context: None)
+        request = self._request(text.rstrip(), images, shown, 1, False, GREEDY, stats, lambda context: None)
         try:
             self._keep(whole(self.vlm.read(request, stats)), new, text[len(text.rstrip()) :])
         finally:
@@ -223,7 +225,7 @@ class Session:
         if wrong := [name for name, right in in_range.items() if not right]:
             raise UserError(f"{path}: {wrong[0]} is out of range")
         session.level, session._unread, session._space = saved.level, saved.unread, saved.space
-        session.messages = messages_of(saved.messages, 0)
+        session.messages = messages_of(saved.messages, ())
         logits = arrays.pop("logits")
         state = State(vlm.place(arrays), bucket)
         state.count, state.compactions = saved.count, saved.compactions
@@ -244,25 +246,30 @@ class Session:
         if self._reserved and context.state.compactions != self._forked:  # all of its state is its own now
             self._reserved.release()
 
+    def _new(self, question: Prompt, images: Sequence[ImageSource | Video]) -> tuple[list[dict[str, Any]], list[Shown]]:
+        """A turn's messages, and what they show."""
+        shown = self.vlm.pictures.shown(images)
+        return messages_of(question, shown), shown
+
     def _request(
-        self, text: str, images: Sequence[ImageSource], max_new_tokens: int, ignore_eos: bool, sampling: Sampling,
-        stats: Stats, keep: Any,
+        self, text: str, images: Sequence[ImageSource | Video], shown: list[Shown], max_new_tokens: int,
+        ignore_eos: bool, sampling: Sampling, stats: Stats, keep: Any,
     ) -> Request:  # fmt: skip
         """Find every mistake of the user's before the first graph runs."""
         vlm, context = self.vlm, self.context
-        start, layouts = context.position if context else 0, vlm.pictures.layouts(images)
-        said = [token for token in self._unread if token != vlm.model.image_token_id]  # no image would belong to it
-        ids = [*said, *vlm.prompts.encode(text, layouts, first=context is None)]
+        start, visual = context.position if context else 0, vlm.model.visual_ids
+        said = [token for token in self._unread if token not in visual]  # no image would belong to it
+        ids = [*said, *vlm.prompts.encode(text, shown, first=context is None)]
         if (positions := start + len(ids)) >= (most := vlm.bundle.manifest.levels[self.level].max_positions):
             raise UserError(f"with this turn the session has {positions} tokens, and the level only {most}: begin anew")
         request = Request(
-            ids, layouts, self.level, max_new_tokens, ignore_eos, False, sampling,
+            ids, shown, self.level, max_new_tokens, ignore_eos, False, sampling,
             keep=keep, context=context, start=start, room=self.room,
         )  # fmt: skip
         if vlm.admission:
-            request = vlm.admission.turn(request, vlm.pictures.decoding(images, layouts), self._reserved)
+            request = vlm.admission.turn(request, vlm.pictures.decoding(images, shown), self._reserved)
         with stats.time("images"):
-            return dataclasses.replace(request, pixels=vlm.pictures.pixels(images, layouts))
+            return dataclasses.replace(request, pixels=vlm.pictures.pixels(images, shown))
 
     def _settle(self) -> None:
         """Let the last answer end where it is, and put it into the chat."""
@@ -289,7 +296,7 @@ class Session:
         messages = self._joined(new, mark) if self.context else new
         if begun:
             messages = [*messages[:-1], _longer(messages[-1], [_text(mark)])]
-        parts = self.vlm.prompts.text(messages, 0).split(mark)
+        parts = self.vlm.prompts.text(messages, ()).split(mark)
         behind = int(self.context is not None)
         if len(parts) != 1 + behind + begun:
             raise UserError("the model's chat template leaves out or repeats what it is given: ask all in one prompt")

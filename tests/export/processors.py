@@ -34,6 +34,8 @@ WORDS = [
     "blue",
     "OCR",
     "TILE_GLOBAL",
+    *"0123456789<>.",  # a video's times
+    "seconds",
 ]
 TILES = [f"TILE_{i}" for i in range(1, 7)]
 SIDE, PATCH = 56, 14  # of zoo.py's encoders
@@ -47,7 +49,7 @@ class Tiny:
 
     Attributes:
         processor: from a tokenizer.
-        placeholder: what the chat template writes for an image.
+        placeholder: what the chat template writes for an image; `video`: for a video.
         tokens: special tokens, of which some must have the id that the model's configuration names.
         named: special tokens that the tokenizer knows by a name.
         begin: what a prompt begins with.
@@ -58,6 +60,7 @@ class Tiny:
     tokens: Mapping[str, int | None]
     named: dict[str, str]
     begin: str = "{{ bos_token }}"
+    video: str = ""
 
 
 def _rows(count: int = 4) -> dict[str, None]:
@@ -80,13 +83,15 @@ def _patches(processor: Any, image_processor: Any, marks: tuple[str, ...], patch
     pixels = {"size": {"shortest_edge": 4 * (2 * patch) ** 2, "longest_edge": 24 * (2 * patch) ** 2}}
     if image_processor is hf.Glm4vImageProcessorPil:  # which counts the pixels of both frames
         pixels = {"size": {name: 2 * count for name, count in pixels["size"].items()}}
-    image, video, start, end, *_ = marks
+    image, video, start, end, *around = marks
+    around = around or [start, end]
     return Tiny(
         lambda tokenizer: processor(image_processor(patch_size=patch, **pixels), tokenizer),
         f"{start}{image}{end}",
         dict(zip(marks, (IMAGE, VIDEO, START, END, 305, 306), strict=False)),
         {"image_token": image, "video_token": video},
         "",
+        f"{around[0]}{video}{around[1]}",
     )
 
 
@@ -218,7 +223,8 @@ def make(name: str) -> Any:
     processor = tiny.processor(tokenizer)
     processor.chat_template = tiny.begin + (
         "{% for m in messages %}" + TURN + "{{ m['role'] }}\n{% for c in m['content'] %}{% if c['type'] == 'image' %}"
-        + tiny.placeholder + "{% else %}{{ c['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+        + tiny.placeholder + "{% elif c['type'] == 'video' %}" + tiny.video + "{% else %}{{ c['text'] }}{% endif %}"
+        "{% endfor %}\n{% endfor %}"
         "{% if add_generation_prompt %}" + TURN + "assistant\n{% endif %}"
     )  # fmt: skip
     return processor

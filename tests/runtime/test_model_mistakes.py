@@ -29,7 +29,7 @@ MISTAKES: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("too many positions", "red " * 130, [], {}, "only 120 positions"),
     ("no messages", [], [], {}, "text or a list of messages"),
     ("no role", [{"content": "hi"}], [], {}, "role and a content"),
-    ("odd content", [USER | {"content": [{"type": "video"}]}], [], {}, "a message's content"),
+    ("odd content", [USER | {"content": [{"type": "audio"}]}], [], {}, "a message's content"),
     ("no text in text", [USER | {"content": [{"type": "text"}]}], [], {}, "a message's content"),
     ("no prompt", None, [], {}, "text or a list of messages"),
     ("images no list", "what", "image.png", {}, "images must be a list"),

@@ -128,5 +128,5 @@ def test_the_models_own_rule_chooses_the_layout() -> None:
     pictures = object.__new__(Pictures)
     pictures._settings, pictures._known = family("smolvlm")[1], [plain(56, 56), plain(112, 112), plain(56, 112)]
     sizes = [(30, 40), (40, 30), (10, 90), (500, 500)]
-    chosen = [each.name for each in pictures.layouts([pixels(*size) for size in sizes])]
+    chosen = [each.name for each in pictures.shown([pixels(*size) for size in sizes])]
     assert chosen == ["112x112", "112x112", "56x112", "112x112"]

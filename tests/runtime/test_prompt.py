@@ -86,7 +86,7 @@ def test_ids_equal_hugging_faces(name: str, tmp_path: Path) -> None:
     pictures = [Image.new("RGB", (64, 64))] * images or None
     expected = processor()(text=text, images=pictures, add_special_tokens=False)["input_ids"][0]
 
-    assert ours.text(chat, images) == text
+    assert ours.text(chat, [SQUARE] * images) == text
     rows = lay_out(ours.ids(chat, [SQUARE] * images), [np.arange(64)] * images, [64] * images, 4)
     assert rows.ids.tolist() == list(expected)
     assert rows.positions.tolist() == list(range(len(expected)))
@@ -127,7 +127,7 @@ def test_template_renders_as_hugging_face_renders_it(name: str, tmp_path: Path) 
     ours = reader(tmp_path, template=TEMPLATES[name])
     chat = CHATS["several turns"]
     expected = processor().apply_chat_template(chat, chat_template=TEMPLATES[name], add_generation_prompt=True)
-    assert ours.text(chat, 2) == expected
+    assert ours.text(chat, [SQUARE] * 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_template_renders_as_hugging_face_renders_it(name: str, tmp_path: Path) 
 )
 def test_template_that_refuses_or_escapes(template: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        reader(tmp_path, template=template).text("hello", 0)
+        reader(tmp_path, template=template).text("hello", ())
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "prompt.json"])
@@ -235,7 +235,7 @@ def test_a_layouts_text_stands_for_its_image(tmp_path: Path) -> None:
     ours = reader(tmp_path)
     chat, small = conversation(3, "is it red"), plain(32, 32, 3)
     encode = ours.tokenizer.encode
-    parts = ours.text(chat, 3).split("<image>")
+    parts = ours.text(chat, [SQUARE] * 3).split("<image>")
     texts = [WIDE.text, small.text, WIDE.text]
     whole = parts[0] + "".join(text + part for text, part in zip(texts, parts[1:], strict=True))
     ids = ours.ids(chat, [WIDE, small, WIDE])

@@ -210,7 +210,7 @@ def test_pieces_are_the_template_of_the_whole(question: str, tight: VLM, monkeyp
     parts = [{"type": "image"}, {"type": "text", "text": question}]
     session.read([system, {"role": "user", "content": parts[:1]}], [image(0)])
     session.fork().ask(question, max_new_tokens=2)
-    whole = tight.prompts.text([system, {"role": "user", "content": parts}], 1)
+    whole = tight.prompts.text([system, {"role": "user", "content": parts}], tight.model.layouts)
     assert said[0].endswith("<image>")
     assert "".join(said) == whole
     session.ask(question, max_new_tokens=2)
