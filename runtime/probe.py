@@ -9,12 +9,15 @@ threads and these kernels, and are kept beside the kernels (`engines.plugins.sto
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,49 +46,82 @@ def costs(bundle: Bundle, threads: int | None, library: Path | None) -> dict[str
     known = FORMAT, bundle.fingerprint, ort_status().reason, threads or os.cpu_count(), str(library)
     kept = store.folder() / "memory" / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
     graphs = bundle.manifest.graphs
-    with suppress(OSError, ValueError, TypeError, AttributeError):
-        found = {name: Cost(**cost) for name, cost in json.loads(kept.read_bytes()).items()}
-        if found.keys() == graphs.keys() and all(
-            isinstance(each.loaded + each.running, int) for each in found.values()
-        ):
-            return found
+    found = {name: cost for name, cost in _kept(kept).items() if name in graphs}
     wanted = {
         name: [str(bundle.file(graph.file)), threads, str(library) if library and graph.operators else None]
         for name, graph in graphs.items()
+        if name not in found
     }
-    found = _measured(wanted)
-    with suppress(OSError):  # then it is measured again
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".new.", dir=kept.parent) as folder:
-            new = Path(folder, "costs")
-            new.write_text(json.dumps({name: asdict(cost) for name, cost in found.items()}))
-            os.replace(new, kept)
+    if wanted:
+        with _told(len(wanted)) as done:
+            for name, cost in _measured(wanted):
+                found[name] = cost
+                _keep(kept, found)  # so that what is interrupted goes on from there
+                done()
     return found
 
 
-def _measured(wanted: dict[str, Any]) -> dict[str, Cost]:
-    found: dict[str, Cost] = {}
-    shown = sys.stderr.isatty()
+@contextmanager
+def _told(total: int) -> Iterator[Callable[[], None]]:
+    """Say on stderr what is done and when it is over, and count on a terminal -> to be called when one more is done."""
+    what, began, count = f"the memory that each of {total} graphs takes", time.monotonic(), itertools.count(1)
+    print(f"measuring {what}, once for this bundle: seconds, or minutes if it has GiB", file=sys.stderr, flush=True)
+
+    def done() -> None:
+        if sys.stderr.isatty():
+            print(f"\r{next(count)}/{total} ", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield done
+    except KeyboardInterrupt:
+        raise UserError("interrupted: the same command goes on from the graphs that were measured") from None
+    finally:
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr)
+    print(f"measured {what}, in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def _kept(file: Path) -> dict[str, Cost]:
+    """What was measured before; what is damaged is not."""
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        found = {name: Cost(**cost) for name, cost in json.loads(file.read_bytes()).items()}
+        if all(isinstance(each.loaded + each.running, int) for each in found.values()):
+            return found
+    return {}
+
+
+def _keep(file: Path, found: dict[str, Cost]) -> None:
+    """Write the file whole or not at all."""
+    with suppress(OSError):  # then it is measured again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".new.", dir=file.parent) as folder:
+            new = Path(folder, "costs")
+            new.write_text(json.dumps({name: asdict(cost) for name, cost in found.items()}))
+            os.replace(new, file)
+
+
+def _measured(wanted: dict[str, Any]) -> Iterator[tuple[str, Cost]]:
+    """Each graph and what it takes, as soon as it is known."""
+    missing = set(wanted)
     command = [sys.executable, "-P", "-m", "runtime.probe"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin
         assert child.stdout
-        with suppress(BrokenPipeError):  # it has ended, and is asked below how
-            child.stdin.write(json.dumps(wanted))
-            child.stdin.close()
-        for line in child.stdout:
-            name, cost = json.loads(line)
-            if isinstance(cost, str):
-                child.kill()
-                raise UserError(f"the memory of graph {name} cannot be measured: {cost}")
-            found[name] = Cost(**cost)
-            if shown:
-                print(f"\rmeasuring the graphs' memory: {len(found)}/{len(wanted)} ", end="", file=sys.stderr)
-    if shown:
-        print("\r\033[K", end="", file=sys.stderr)
-    if found.keys() != wanted.keys():
+        try:
+            with suppress(BrokenPipeError):  # it has ended, and is asked below how
+                child.stdin.write(json.dumps(wanted))
+                child.stdin.close()
+            for line in child.stdout:
+                name, cost = json.loads(line)
+                if isinstance(cost, str):
+                    raise UserError(f"the memory of graph {name} cannot be measured: {cost}")
+                yield name, Cost(**cost)
+                missing.remove(name)
+        except BaseException:  # also whoever takes them has had enough
+            child.kill()
+            raise
+    if missing:
         raise UserError(f"measuring the graphs' memory broke off (exit code {child.returncode}): try again")
-    return found
 
 
 def _main() -> None:

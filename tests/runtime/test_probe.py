@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def heavy_graph(path: Path) -> None:
 
 def test_what_a_graph_takes_is_measured(tmp_path: Path) -> None:
     heavy_graph(tmp_path / "heavy.onnx")
-    cost = probe._measured({"heavy": [str(tmp_path / "heavy.onnx"), 1, None]})["heavy"]
+    ((_, cost),) = probe._measured({"heavy": [str(tmp_path / "heavy.onnx"), 1, None]})
     assert 32 * MIB <= cost.loaded < 80 * MIB
     assert 64 * MIB <= cost.running < 300 * MIB
 
@@ -44,16 +45,16 @@ def test_what_a_graph_takes_is_measured(tmp_path: Path) -> None:
 def test_a_graph_that_cannot_be_measured_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"the memory of graph broken cannot be measured: .*broken\.onnx"):
-        probe._measured({"broken": [str(tmp_path / "broken.onnx"), 1, None]})
+        [*probe._measured({"broken": [str(tmp_path / "broken.onnx"), 1, None]})]
 
 
 def test_measures_are_kept(opened: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(store.FOLDER, str(tmp_path))
     runs: list[int] = []
 
-    def measured(wanted: dict[str, Any]) -> dict[str, Cost]:
+    def measured(wanted: dict[str, Any]) -> Iterator[tuple[str, Cost]]:
         runs.append(len(wanted))
-        return {name: Cost(i, 2 * i) for i, name in enumerate(wanted)}
+        return ((name, Cost(i, 2 * i)) for i, name in enumerate(wanted))
 
     monkeypatch.setattr(probe, "_measured", measured)
     first = probe.costs(opened, 1, None)
@@ -71,6 +72,52 @@ def test_measures_are_kept(opened: Bundle, tmp_path: Path, monkeypatch: pytest.M
             file.write_bytes(damage)
         assert probe.costs(opened, 1, None) == first
     assert len(runs) == 6
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), UserError("out of memory")])
+def test_measuring_that_is_interrupted_goes_on(
+    opened: Bundle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+) -> None:
+    monkeypatch.setenv(store.FOLDER, str(tmp_path))
+    total, runs = len(opened.manifest.graphs), list[list[str]]()
+
+    def measured(wanted: dict[str, Any]) -> Iterator[tuple[str, Cost]]:
+        runs.append([*wanted])
+        for number, name in enumerate(wanted):
+            if number == 3 and len(runs) == 1:
+                raise error
+            yield name, Cost(len(runs), number)
+
+    monkeypatch.setattr(probe, "_measured", measured)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    with pytest.raises(
+        UserError if interrupted else type(error), match="the same command goes on" if interrupted else None
+    ):
+        probe.costs(opened, 1, None)
+    told = capsys.readouterr().err
+    assert told.startswith(f"measuring the memory that each of {total} graphs takes, once for this bundle")
+    assert told.count("\n") == 1  # no terminal: no counting
+    (file,) = (tmp_path / "memory").iterdir()
+    assert len(json.loads(file.read_text())) == 3
+    costs = probe.costs(opened, 1, None)
+    assert runs[1] == runs[0][3:]
+    assert [costs[name].loaded for name in runs[0]] == [1] * 3 + [2] * (total - 3)
+    began, ended = capsys.readouterr().err.splitlines()
+    assert began.startswith(f"measuring the memory that each of {total - 3} graphs takes")
+    assert re.fullmatch(rf"measured the memory that each of {total - 3} graphs takes, in \d+ s", ended)
+    assert probe.costs(opened, 1, None) == costs
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_not_awaited_is_not_measured_to_its_end(tmp_path: Path) -> None:
+    heavy_graph(tmp_path / "heavy.onnx")
+    graphs = probe._measured({str(number): [str(tmp_path / "heavy.onnx"), 1, None] for number in range(1000)})
+    assert next(graphs)[0] == "0"
+    graphs.close()  # type: ignore[attr-defined]
 
 
 DECODING = """
