@@ -16,8 +16,9 @@ from runtime.server.errors import RETRY, Refused
 READING = 7
 FETCHING = 2  # the same for images that are fetched: pieces, and the whole
 PACKED = (b"iCCP", b"iTXt", b"zTXt")  # what a PNG unpacks with its header
-# A text, as bytes and twice as letters of four bytes, as much that came before it (14 times), and pieces in between.
-UNPACKING = 16 * UNPACKED
+# A text, as bytes and twice as letters of four bytes, as much that came before it (14 times), and pieces in between: 15
+# times by measure, and where the heap has other holes a MiB more.
+UNPACKING = 20 * UNPACKED
 PIECE = 2048  # bytes of Python's for each value of a request that is read, or wrong
 
 

@@ -278,9 +278,9 @@ def test_a_saved_session_needs_room_to_be_read(
         Session.load(vlm, tmp_path / "chat")
 
 
-@pytest.mark.parametrize("more", [0, 4])
+@pytest.mark.parametrize("more", [0, admit.ANOTHER // MIB])
 def test_the_least_budget_that_would_do_does(limited: Callable[..., VLM], process: SimpleNamespace, more: int) -> None:
-    """Also in a process that begins with a few MiB more than the one that told it."""
+    """Also in a process that has a few MiB more than the one that told it, or grows by them."""
 
     def told(run: Callable[[], object]) -> int:
         with pytest.raises(UserError) as refused:
@@ -296,7 +296,7 @@ def test_the_least_budget_that_would_do_does(limited: Callable[..., VLM], proces
     least = told(lambda: limited(101))
     assert ask(another(least), "red", [image(0)]).tokens
     with pytest.raises(UserError, match="too small"):
-        another(least - 5)
+        another(least - admit.ANOTHER // MIB - 1)
     large = np.zeros((2000, 2000, 3), np.uint8)
     process.resident = 100 * MIB
     assert another(told(lambda: limited(least).stream("what is it", [large]))).stream("what is it", [large])
