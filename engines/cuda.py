@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import UserError, one_line
+from engines.errors import BackendError, UserError, one_line
 
 ALIGNMENT = 256  # of a tensor in its block, bytes: as cudaMalloc aligns
 MIB = 2**20
 
 
-class CudaError(RuntimeError):
+class CudaError(BackendError):
     """A call of the CUDA runtime that failed."""
 
 

@@ -22,6 +22,13 @@ class UserError(Exception):
     """A mistake the user can mend. Printed as one line; the command ends with exit code 2."""
 
 
+class BackendError(RuntimeError):
+    """What runs a graph failed in the middle of it: no mistake of a request's, so that a server answers 500.
+
+    A command ends as with a `UserError`.
+    """
+
+
 def one_line(error: BaseException) -> str:
     """The message of `error` folded into a single line."""
     return " ".join(str(error).split()) or type(error).__name__
@@ -42,7 +49,9 @@ def positive(text: str) -> int:
 
 
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Decorate a command's entry: a `UserError` or a full disk becomes one line on standard error and exit code 2."""
+    """Decorate a command's entry: a user's mistake, a backend that fails, memory or a disk that is full become one
+    line on standard error and exit code 2.
+    """
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs) -> int:
@@ -57,6 +66,10 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
             return code
         except UserError as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
+        except BackendError as error:
+            print(f"error: {one_line(error)}: try again, or choose another backend or device", file=sys.stderr)
+        except MemoryError as error:
+            print(f"error: no memory is left ({one_line(error)}): ask for less, or end what else runs", file=sys.stderr)
         except BrokenPipeError:  # the reader, `head` for example, has had enough; nothing more can be printed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141

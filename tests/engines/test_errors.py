@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from engines.errors import Parser, UserError, command, one_line
+from engines.cuda import CudaError
+from engines.errors import BackendError, Parser, UserError, command, one_line
 
 
 def run(error: BaseException | None, result: int | None = None) -> int:
@@ -35,6 +36,9 @@ def test_result_is_the_exit_code() -> None:
         (OSError(errno.EIO, "Input/output error", "/x"), 2, "Input/output error: '/x'"),
         (ModuleNotFoundError("No module named 'rich'", name="rich"), 2, ". .venv/bin/activate"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (BackendError("decode:\nfailed"), 2, "error: decode: failed: try again, or choose another backend or device\n"),
+        (CudaError("cudaMemcpyAsync: an illegal memory access"), 2, "an illegal memory access: try again, or choose"),
+        (MemoryError("Unable to allocate 9 TiB"), 2, "error: no memory is left (Unable to allocate 9 TiB): ask for"),
     ],
 )
 def test_users_mistake_is_one_line(

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from engines.errors import UserError
+from engines.errors import BackendError, UserError
 from engines.ort import DTYPES, OrtSession, ort_status, providers
 
 
@@ -123,6 +123,21 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_feed_that_does_not_fit(change: dict[str, np.ndarray], message: str, adder: OrtSession) -> None:
     with pytest.raises(ValueError, match=message):
         adder.run(feeds() | change)
+
+
+def test_a_run_that_fails_is_one_line(tmp_path: Path) -> None:
+    """What it was given is as declared; what is in it is not what an operator can do."""
+    inputs, outputs = {"x": ("float32", [3]), "i": ("int64", [1])}, {"y": ("float32", [1])}
+    session = OrtSession(
+        save(tmp_path / "graph.onnx", [helper.make_node("Gather", ["x", "i"], ["y"])], inputs, outputs)
+    )
+    x = np.arange(3, dtype=np.float32)
+    assert session.run({"x": x, "i": np.array([2])})["y"].tolist() == [2]
+    with pytest.raises(
+        BackendError, match=r"graph\.onnx: ONNX Runtime failed while it ran: .*out of data bounds"
+    ) as error:
+        session.run({"x": x, "i": np.array([99])})
+    assert "\n" not in str(error.value)
 
 
 def test_feed_that_is_missing(adder: OrtSession) -> None:
