@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import runtime
@@ -50,6 +50,7 @@ def chosen(needs: dict[str, int], drops: dict[str, float], in_use: int, budget: 
     return None, True
 
 
+@example(sizes=[78, 0], shares=[0.0, 0.75, 0.0, 0.0], in_use=3, heavy=False, images=3, text=34)
 @given(
     sizes=st.lists(st.integers(0, 100), min_size=1, max_size=4),
     shares=st.lists(st.floats(0, 1), min_size=4, max_size=4),
@@ -69,7 +70,8 @@ def test_which_level_a_request_gets(
         roomy = Memory(100 * MIB, {})
         gate = Admission(opened, roomy, lines, lambda later: "l0")
         roomy.budget, roomy.heavy = 100, heavy
-        request = Request([toy.IMAGE] * images + [5] * text, [], "l0", 1, False, False, GREEDY)
+        ids = [toy.IMAGE] * images * toy.IMAGE_TOKENS + [5] * text
+        request = Request(ids, [toy.SQUARE] * images, "l0", 1, False, False, GREEDY)
         rate = Fallback().rate(images * toy.IMAGE_TOKENS, text)
         expected, short = chosen(needs, drops, in_use, 100, heavy, rate)
         if expected is None:
