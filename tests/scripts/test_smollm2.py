@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 import zlib
@@ -9,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import english
 import smollm2
+from calibration.replay import Replay, observers, read
 from engines.bundle import FORMAT, MANIFEST
 from engines.errors import UserError
+from export import checkpoint as checkpoints
+from export import recipe as recipes
 
 
 def test_what_is_missing_is_told_and_nothing_is_written(
@@ -51,16 +57,41 @@ def test_without_debian_a_text_must_be_given(monkeypatch: pytest.MonkeyPatch) ->
         english.novels()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(bool(smollm2.missing()), reason=smollm2.missing())
-def test_the_checkpoint_answers(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if reason := smollm2.missing():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("smollm2") / "checkpoint"
+    assert smollm2.main([str(folder)]) == 0
+    return folder
 
-    assert smollm2.main([str(tmp_path / "out")]) == 0
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+
+@pytest.mark.slow
+def test_the_checkpoint_answers(checkpoint: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     said = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(said)
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+
+
+@pytest.mark.slow
+def test_uncompressed_2000_tokens_are_hugging_faces(checkpoint: Path) -> None:
+    """Python's own documentation: 1536 tokens are prefilled, the others read behind them from the cache."""
+    from pydoc_data.topics import topics
+
+    prompt, tokens = 1536, 2000
+    loaded, off = checkpoints.load(checkpoint), recipes.load("off")
+    ids = loaded.processor.tokenizer("\n".join(sorted(topics.values(), key=len)[-2:]))["input_ids"][:tokens]
+    room = dataclasses.replace(off.window, least=tokens - prompt, most=tokens - prompt)
+    replay = Replay(loaded.decoder, dataclasses.replace(off, window=room), prompt)
+    with torch.no_grad():
+        own = replay.score(loaded, read(loaded, ids[:prompt], observers(off, prompt)), ids[prompt:])
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="sdpa").eval()
+        theirs = model(torch.tensor([ids[:-1]])).logits[0, prompt - 1 :].log_softmax(dim=-1)
+    assert own.shape == theirs.shape == (tokens - prompt, 49_152)
+    apart = (own - theirs).abs().max().item()
+    print(f"log probabilities differ by {apart:.1e} nats at most")
+    assert apart < 1e-3
