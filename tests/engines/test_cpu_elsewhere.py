@@ -58,6 +58,18 @@ def test_arm_without_a_warning(tmp_path: Path) -> None:
         check(functools.partial(emulate, [emulator, str(driver)], tmp_path / "calls", path))
 
 
+def test_peaks_of_this_processor(tmp_path: Path) -> None:
+    """The program whose figures avx2.cc cites."""
+    if not shutil.which("g++") or " avx2 " not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("needs g++ and a processor with AVX2")
+    source = Path(cpu_library.FOLDER).parents[2] / "scripts" / "cpu_peaks.cc"
+    subprocess.run(["g++", "-O2", *STRICT, str(source), "-o", str(tmp_path / "peaks")], check=True)
+    shown = subprocess.run([str(tmp_path / "peaks")], capture_output=True, text=True, check=True).stdout
+    rows = [line.strip("| ").split("|") for line in shown.splitlines()[2:]]
+    assert len(rows) == 9
+    assert all(float(row[1]) > 0.1 for row in rows)
+
+
 def call(library: ctypes.CDLL, path: str, cases: list[Case]) -> None:
     for case in cases:
         assert library.unicache_cpu_quant_kv_attention(ctypes.byref(case.arguments()), path.encode(), None) == 0

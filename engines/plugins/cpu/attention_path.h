@@ -1,7 +1,9 @@
-// The kernel of a path. The file that includes this one defines vectors first, of LANES floats:
+// The kernel of a path. The file that includes this one defines how many rows are multiplied together (ROWS), how many
+// at most read codes, not unpacked floats (DIRECT), and for how many sums there are registers (KEPT). And vectors of
+// LANES floats:
 //   Vec; load, store, fill (all lanes), fma (a * b + c), maximum (NaN where the second is), nearest (whole numbers),
-//   scale (x * 2^n), top (the largest lane), sums (of four vectors each), codes8 and codes4 (LANES bytes to floats),
-//   halves (from float16) and to_halves.
+//   scale (x * 2^n), top (the largest lane), sums (of four vectors each, or of two), codes8 and codes4 (LANES bytes to
+//   floats), halves (from float16) and to_halves.
 //
 // Keys and values of a KV head are read once, a tile of tokens at a time, for all query rows of its group. Codes become
 // floats in registers, or in a tile that stays in the first-level cache where there are many rows. Scales are factors
@@ -35,13 +37,14 @@ INLINE Vec power_of_two(Vec x) {
 // Logits [N, TILE] of N query rows and the keys of tokens first .. last - 1.
 template <int N, class Source>
 INLINE void logits(const Queries& queries, int64_t row, const Source& keys, int64_t first, int64_t last, float* out) {
+    constexpr int T = N * 4 <= KEPT ? 4 : 2;
     const float* query = queries.rows + row * queries.width;
-    for (int64_t t = first; t < last; t += 4) {
-        if (row == 0) keys.ask_ahead(t, 4);
-        Vec sum[N][4];
-        repeat<N>([&](auto n) INLINED { repeat<4>([&](auto i) INLINED { sum[n][i] = fill(0); }); });
+    for (int64_t t = first; t < last; t += T) {
+        if (row == 0) keys.ask_ahead(t, T);
+        Vec sum[N][T];
+        repeat<N>([&](auto n) INLINED { repeat<T>([&](auto i) INLINED { sum[n][i] = fill(0); }); });
         for (int64_t d = 0; d < keys.half; d += LANES)
-            repeat<4>([&](auto i) INLINED {
+            repeat<T>([&](auto i) INLINED {
                 Vec key[Source::EACH];
                 keys.get(least(t + i, last - 1), d, key);
                 repeat<N>([&](auto n) INLINED {
@@ -50,7 +53,7 @@ INLINE void logits(const Queries& queries, int64_t row, const Source& keys, int6
                     });
                 });
             });
-        sums<N>(sum, out + t, TILE);
+        sums(sum, out + t, TILE);
     }
 }
 
@@ -82,7 +85,7 @@ INLINE void mix(const float* const (&weights)[2], const Source& values, int64_t 
 template <int N, class Source>
 INLINE void mix_columns(const float* const (&weights)[2], const Source& values, int64_t tokens, int64_t first,
                         int64_t last, const float* shrink, int64_t width, float* output) {
-    constexpr int W = 4 / Source::EACH;
+    constexpr int W = least(4, KEPT / N) / Source::EACH;
     int64_t d = first;
     for (; d + W * LANES <= last; d += W * LANES) mix<N, W>(weights, values, tokens, d, shrink, width, output);
     for (; d < last; d += LANES) mix<N, 1>(weights, values, tokens, d, shrink, width, output);

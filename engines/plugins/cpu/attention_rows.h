@@ -10,7 +10,7 @@ namespace {
 
 using namespace unicache;
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE const void* at(const void* numbers, int64_t type, int64_t index) {
     return static_cast<const char*>(numbers) + index * (type == UNICACHE_FLOAT16 ? 2 : 4);

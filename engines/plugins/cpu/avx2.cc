@@ -1,4 +1,11 @@
-// The path for AVX2, FMA and F16C.
+// The path for AVX2, FMA and F16C. Its 16 registers hold the sums of four rows and two tokens, or of
+// four rows and two vectors of channels.
+//
+// What binds it on a Zen 1, whose units have 128 bits (scripts/cpu_peaks.cc measures it): of four query heads and a KV
+// head of 64 channels, a token's 512 multiply-adds take 64 cycles, as floats or as numbers of 16 bits, and 8-bit codes
+// come from memory in 18. So 1.5 times the time of reading them is out of reach at this precision; one digit of 7 bits
+// for a query and a weight would take 32. To widen and to convert 8 codes takes 2 cycles, which do not hide behind the
+// 4 of their multiply-adds with four rows: 96 a token.
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <stdint.h>
@@ -7,29 +14,44 @@
 
 namespace {
 
-constexpr int LANES = 8, ROWS = 2, DIRECT = 2;
+constexpr int LANES = 8, ROWS = 4, DIRECT = 4, KEPT = 8;
 typedef float Vec __attribute__((vector_size(32)));  // not __m256, arrays of which GCC keeps in memory
+constexpr float WHOLE = 12582912;                    // 1.5 * 2^23, where floats are whole numbers
 
 INLINE Vec load(const float* from) { return _mm256_loadu_ps(from); }
 INLINE void store(float* to, Vec x) { _mm256_storeu_ps(to, x); }
 INLINE Vec fill(float x) { return _mm256_set1_ps(x); }
 INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
-INLINE Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE Vec nearest(Vec x) { return x + fill(WHOLE) - fill(WHOLE); }
 INLINE Vec scale(Vec x, Vec n) {
-    const __m256i power = _mm256_max_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), __m256i{});
-    return x * _mm256_castsi256_ps(_mm256_slli_epi32(power, 23));
+    const Vec power = maximum(fill(-127), n) + fill(WHOLE + 127);
+    return x * (Vec)_mm256_slli_epi32((__m256i)power, 23);
 }
 INLINE float top(Vec x) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
-template <int N>
-INLINE void sums(const Vec (&x)[N][4], float* out, int64_t stride) {
-    for (int n = 0; n < N; n++) {
-        const Vec halves = _mm256_hadd_ps(_mm256_hadd_ps(x[n][0], x[n][1]), _mm256_hadd_ps(x[n][2], x[n][3]));
-        _mm_storeu_ps(out + n * stride, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+// [a0 + a2, a1 + a3, b0 + b2, b1 + b3] of each half.
+INLINE Vec of_pairs(Vec a, Vec b) { return (Vec)_mm256_shuffle_ps(a, b, 0x4e) + (Vec)_mm256_blend_ps(a, b, 0xcc); }
+INLINE __m128 sums_of_four(Vec a, Vec b, Vec c, Vec d) {
+    const Vec ab = of_pairs(a, b), cd = of_pairs(c, d);
+    const Vec all = (Vec)_mm256_shuffle_ps(ab, cd, 0x88) + (Vec)_mm256_shuffle_ps(ab, cd, 0xdd);
+    return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+}
+template <int N, int T>
+INLINE void sums(const Vec (&x)[N][T], float* out, int64_t stride) {
+    if constexpr (T == 4) {
+        for (int n = 0; n < N; n++)
+            _mm_storeu_ps(out + n * stride, sums_of_four(x[n][0], x[n][1], x[n][2], x[n][3]));
+    } else {  // two tokens of two rows at a time
+        for (int n = 0; n < N; n += 2) {
+            const int other = n + 1 < N ? n + 1 : n;
+            const __m128 all = sums_of_four(x[n][0], x[n][1], x[other][0], x[other][1]);
+            _mm_storel_pi(reinterpret_cast<__m64*>(out + n * stride), all);
+            _mm_storeh_pi(reinterpret_cast<__m64*>(out + other * stride), all);
+        }
     }
 }
 INLINE __m256i widened(const int8_t* from) {

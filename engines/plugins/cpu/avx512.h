@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int LANES = 16, ROWS = 4, DIRECT = 4;
+constexpr int LANES = 16, ROWS = 4, DIRECT = 4, KEPT = 16;
 typedef float Vec __attribute__((vector_size(64)));  // not __m512, arrays of which GCC keeps in memory
 
 INLINE Vec load(const float* from) { return _mm512_loadu_ps(from); }

@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int LANES = 4, ROWS = 4, DIRECT = 4;
+constexpr int LANES = 4, ROWS = 4, DIRECT = 4, KEPT = 16;
 typedef float32x4_t Vec;
 
 INLINE Vec load(const float* from) { return vld1q_f32(from); }

@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int LANES = 4, ROWS = 2, DIRECT = 2;
+constexpr int LANES = 4, ROWS = 2, DIRECT = 2, KEPT = 8;
 typedef float Vec __attribute__((vector_size(16)));
 
 INLINE Vec load(const float* from) {
