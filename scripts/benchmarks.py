@@ -102,6 +102,20 @@ def _rest(values: dict[str, Any]) -> float:
     return max(row["rest"] for row in values["rows"] if row["who"] == "runtime") / 2**20
 
 
+def _decoded(values: dict[str, Any], name: str) -> float:
+    """How many times as fast SmolLM2 is decoded, of float32 weights, by one thread."""
+    group = where(values["groups"], model="smollm2", context=4096, threads=1)
+    return float(where(group["aims"], name=name, weights="float32")["found"])
+
+
+def _flat(values: dict[str, Any]) -> float:
+    """The longest step of a long conversation over a fresh one's."""
+    known = [cell["flat"] for group in values["groups"] for cell in group["cells"] if cell["flat"] is not None]
+    if not known:
+        raise LookupError("flat")
+    return float(max(known))
+
+
 MADE: dict[str, list[str]] = {
     "demo": ["export/build.py", "--out"],
     "smollm2-checkpoint": ["scripts/smollm2.py"],
@@ -111,6 +125,7 @@ BENCHMARKS = {
     "prefill": Benchmark("Time to the first token", "bench_prefill.py", ["--keep", WORK / "prefill"]),
     "compact": Benchmark("Compaction", "bench_compact.py", [WORK / "demo"], ["demo"]),
     "load": Benchmark("Cold start", "bench_load.py", [WORK / "demo", "--checkpoint", "models/demo-vlm"], ["demo"]),
+    "decode": Benchmark("Decoding", "bench_decode.py", ["--home", WORK / "decode", "--plot", FOLDER / "decode.svg"]),
     "overhead": Benchmark("The runtime's own time", "bench_overhead.py", ["--keep", WORK / "overhead"]),
 }
 TARGETS = [
@@ -122,6 +137,13 @@ TARGETS = [
            lambda values: float(where(values["rows"], images=8, pruned=75)["prefill_ratio"])),
     Target("selecting them, % of prefill", "prefill", 5.0, False,
            lambda values: 100 * where(values["rows"], images=8, pruned=75)["share"]),
+    Target("decoding at 4k tokens, SmolLM2-135M, `off`, times as fast as onnxruntime-genai", "decode", 1.0, True,
+           lambda values: _decoded(values, "off over genai")),
+    Target("`balanced` there, as onnxruntime-genai with its best KV setting", "decode", 1.5, True,
+           lambda values: _decoded(values, "balanced over genai")),
+    Target("`balanced` there, as transformers' eager attention", "decode", 5.0, True,
+           lambda values: _decoded(values, "balanced over eager")),
+    Target("a step once the window was full, of a fresh conversation's", "decode", 1.1, False, _flat),
     Target("runtime's peak memory without weights and KV cache, MiB", "load", 150.0, False, _rest),
     Target("the runtime's own share of a step, %", "overhead", 5.0, False,
            lambda values: 100 * max(row["overhead"] for row in values["seconds"])),

@@ -1,0 +1,172 @@
+"""What bench_decode.py tells: cells, their table, the targets, a plot."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EDGE, OFF, BALANCED = "genai ", "ours off", "ours balanced"
+EAGER = "transformers eager"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way on one model with so many tokens in the cache; seconds.
+
+    Attributes:
+        alike: correlation of its logits with the reference's, on a short prompt.
+        rounds: of each round its steps.
+        processor: the processor's time of each step.
+        peak_rss, kv_bytes: of the process, and of the cache as allocated.
+        filled: how long it took to put the context there, by a prompt or without reading one.
+        compaction, every: a compaction and the steps between two, at levels that compact.
+        flat: a step of a conversation whose window was full some times, over one of a fresh one; median of pairs.
+    """
+
+    model: str
+    context: int
+    threads: int
+    way: str
+    weights: str
+    alike: float
+    rounds: list[list[float]]
+    processor: list[float]
+    peak_rss: int
+    kv_bytes: int
+    filled: float
+    compaction: float | None = None
+    every: int | None = None
+    flat: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def group(self) -> tuple[str, int, int]:
+        return self.model, self.context, self.threads
+
+    @property
+    def steps(self) -> list[float]:
+        return [step for each in self.rounds for step in each]
+
+    @property
+    def mean_of_rounds(self) -> list[float]:
+        """Median step of each round, with the share of a compaction that falls to it."""
+        share = (self.compaction or 0.0) / (self.every or 1)
+        return [float(np.median(each)) + share for each in self.rounds]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1 / float(np.median(self.mean_of_rounds))
+
+    def as_json(self) -> dict[str, Any]:
+        p50, p95 = (float(np.percentile(self.steps, share)) for share in (50, 95))
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second, "p50": p50, "p95": p95}
+
+
+def ratio(cell: Cell, other: Cell) -> float:
+    """How many times as fast as another of its group: the median of what it is in each round."""
+    return float(np.median(np.array(other.mean_of_rounds) / np.array(cell.mean_of_rounds)))
+
+
+def table(cells: Sequence[Cell]) -> list[list[str]]:
+    """Of one group; the last column is over `ours off`, or over the first."""
+    base = next((cell for cell in cells if cell.way == OFF), cells[0])
+    rows = [["way", "tokens/s", "p50 ms", "p95 ms", "processor ms", "KV MiB", "peak RSS MiB", "alike", f"x {base.way}"]]
+    for cell in cells:
+        told = cell.as_json()
+        times = [f"{1e3 * x:.1f}" for x in (told["p50"], told["p95"], float(np.median(cell.processor)))]
+        sizes = [f"{x / 2**20:.1f}" for x in (cell.kv_bytes, cell.peak_rss)]
+        rows.append(
+            [cell.way, f"{cell.tokens_per_second:.1f}", *times, *sizes, f"{cell.alike:.4f}", f"{ratio(cell, base):.2f}"]
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class Aim:
+    """How many times as fast a way of ours is as another's, and how many were wanted at least."""
+
+    name: str
+    weights: str
+    ours: str
+    other: str
+    found: float
+    wanted: float
+
+    def line(self) -> str:
+        verdict = "yes" if self.found >= self.wanted else "no"
+        return f"{self.ours} / {self.other}: {self.found:.2f} (wanted: {self.wanted:g}; {verdict})"
+
+
+def aims(cells: Sequence[Cell]) -> list[Aim]:
+    """What was aimed at, of one group, whatever came out: against the same bits of weights."""
+    by_way = {cell.way: cell for cell in cells}
+    found = []
+    for weights in dict.fromkeys(cell.weights for cell in cells):
+        behind = "" if weights == "float32" else f", {weights} weights"
+        off, balanced = by_way.get(OFF + behind), by_way.get(BALANCED + behind)
+        theirs = [cell for cell in cells if cell.way.startswith(EDGE) and cell.weights == weights]
+        plain = next((cell for cell in theirs if cell.way.endswith("fp32 KV")), None)
+        best = min(theirs, key=lambda cell: float(np.median(cell.mean_of_rounds)), default=None)
+        eager = by_way.get(EAGER) if weights == "float32" else None
+        pairs = {
+            "off over genai": (off, plain, 1.0),
+            "balanced over genai": (balanced, best, 1.5),
+            "balanced over eager": (balanced, eager, 5.0),
+        }
+        for name, (cell, other, wanted) in pairs.items():
+            if cell and other:
+                found.append(Aim(name, weights, cell.way, other.way, ratio(cell, other), wanted))
+    return found
+
+
+def compactions(cells: Sequence[Cell]) -> list[str]:
+    """What they cost, and whether a conversation's steps stay as long as they were: a line each."""
+    lines = []
+    for cell in cells:
+        if cell.compaction is not None and cell.every and cell.flat is not None:
+            share = cell.compaction / cell.every / float(np.median(cell.steps))
+            lines.append(
+                f"{cell.way}: compaction {1e3 * cell.compaction:.1f} ms every {cell.every} steps, {100 * share:.1f} % "
+                f"of decoding; a step once the window was full, over a fresh one's: {cell.flat:.3f}"
+            )
+    return lines
+
+
+def plot(cells: Sequence[Cell], path: Path) -> None:
+    """Tokens a second against the context: a panel a model and number of threads."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((cell.model, cell.threads) for cell in cells))
+    figure = Figure(figsize=(5.2 * len(panels), 4.6), layout="constrained")
+    names = list(dict.fromkeys(cell.way for cell in cells))
+    for number, (model, threads) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), number + 1)
+        for place, name in enumerate(names):
+            own = sorted(
+                (c for c in cells if (c.model, c.threads, c.way) == (model, threads, name)), key=lambda c: c.context
+            )
+            if own:
+                style = "-o" if name.startswith("ours") else "--s"
+                axes.plot(
+                    [c.context for c in own], [c.tokens_per_second for c in own], style, color=f"C{place % 10}",
+                    alpha=1 if place < 10 else 0.5, markersize=4, linewidth=1.2, label=name,
+                )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(f"{model}, {threads} thread{'s' * (threads > 1)}", fontsize=10)
+        axes.set_xlabel("tokens in the cache")
+        axes.set_ylabel("tokens a second")
+        axes.grid(True, which="both", alpha=0.2)
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=min(4, len(handles)), fontsize=7)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    path.write_text(re.sub(r"[ \t]+$", "", buffer.getvalue(), flags=re.MULTILINE), encoding="utf-8")
