@@ -31,7 +31,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,13 +134,11 @@ def measure(plan: Plan, model: Model, context: int, threads: int) -> tuple[list[
                 filled[way] = running[way].order("fill", context=context)
             except UserError as error:
                 without[way.name] = one_line(error)
-        rounds = [
-            {way: running[way].order("steps", count=plan.steps) for way in filled}
-            for _ in tqdm(range(plan.rounds), f"{model.name}, {context:,} tokens: rounds", leave=False, disable=None)
-        ]
+        rounds = tqdm(range(plan.rounds), f"{model.name}, {context:,} tokens: rounds", leave=False, disable=None)
+        turns = taken_in({way: running[way] for way in filled}, rounds, plan.steps, without)
         cells = []
-        for way, first in filled.items():
-            taken = [each[way] for each in rounds]
+        for way, taken in turns.items():
+            first = filled[way]
             more: dict[str, Any] = {}
             if way.module == "ours" and (long := running[way].order("long", windows=LONG[0], count=LONG[1])):
                 flat = float(np.median(np.array(long["long"]) / np.array(long["fresh"])))
@@ -153,6 +151,21 @@ def measure(plan: Plan, model: Model, context: int, threads: int) -> tuple[list[
                 )
             )  # fmt: skip
     return cells, without
+
+
+def taken_in(
+    running: dict[Way, Process], rounds: Iterable[int], steps: int, without: dict[str, str]
+) -> dict[Way, list[dict[str, Any]]]:
+    """What each way says of its turns, one a round; who fails in one of them is put among those that are not timed."""
+    turns: dict[Way, list[dict[str, Any]]] = {way: [] for way in running}
+    for _ in rounds:
+        for way in list(turns):
+            try:
+                turns[way].append(running[way].order("steps", count=steps))
+            except UserError as error:
+                without[way.name] = one_line(error)
+                del turns[way]
+    return turns
 
 
 def groups(arguments: argparse.Namespace) -> Iterator[tuple[Model, int, int]]:

@@ -18,8 +18,8 @@ import numpy as np
 
 from decode_bench.worker import Decoder, serve
 
-ROOM = 64  # tokens that a generator has room for behind the context
-SHORT = 256  # the same while the logits are looked at
+ROOM = 256  # tokens that a generator has room for behind the context
+SHORT = 16  # the same while the logits are looked at
 STEPS = {"none": 4.0, "int8": 1.0, "int4": 0.5}  # bytes of a number in the cache
 QMAX = 128  # what the scales are of, as the builder wants to know
 
@@ -89,6 +89,8 @@ class GenAI(Decoder):
         self.generator.generate_next_token()
 
     def rewind(self) -> None:
+        if self.kv != "none":  # the cache would be copied, and 0.18 refuses it for 4 bits: so it grows by some tokens
+            return
         self.generator.rewind_to(self.context - 1)
         self.generator.append_tokens(np.array([self.last], np.int32))
         self.generator.generate_next_token()

@@ -93,7 +93,7 @@ MODELS = {
         Model("smollm2", "SmolLM2-135M-Instruct", (512, 2048, 4096), smollm2),
         Model("gqa", "30 layers, 9 heads, 3 KV heads of 64, random", (8192, 16_384), llama(30, *SMOLLM2, 32_768)),
         Model("mha", "12 layers, 12 heads of 64, random", (4096, 16_384), llama(12, 768, 12, 12, 2048, 32_000, 32_768)),
-        Model("tiny", "2 layers, 4 heads, 2 KV heads of 16, random", (SHORT,), llama(2, 64, 4, 2, 128, 300, 256)),
+        Model("tiny", "2 layers, 4 heads, 2 KV heads of 16, random", (SHORT,), llama(2, 64, 4, 2, 128, 300, 1024)),
     )
 }
 

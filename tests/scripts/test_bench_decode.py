@@ -220,6 +220,23 @@ def test_who_computes_something_else_is_not_timed() -> None:
         bench_decode.checked({int4: running[int4]}, without)
 
 
+def test_who_fails_in_a_round_ends_nobody_elses() -> None:
+    class Turns:
+        def __init__(self, most: int) -> None:
+            self.left = most
+
+        def order(self, what: str, **given: Any) -> dict[str, Any]:
+            if not self.left:
+                raise UserError("no memory")
+            self.left -= 1
+            return {"left": self.left}
+
+    lasting, failing, without = Way("lasting", "ours"), Way("failing", "genai"), dict[str, str]()
+    running: Any = {failing: Turns(1), lasting: Turns(3)}
+    assert bench_decode.taken_in(running, range(3), 1, without) == {lasting: [{"left": 2}, {"left": 1}, {"left": 0}]}
+    assert without == {"failing": "no memory"}
+
+
 SAYS = "import sys; print('{\"versions\": {}}', flush=True); sys.stdin.readline(); "
 
 
