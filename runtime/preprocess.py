@@ -107,7 +107,7 @@ def checked(path: Path) -> Path:
     try:
         status = path.stat()
     except FileNotFoundError:
-        raise UserError(f"{path}: no such image file") from None
+        raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:  # a name that is too long, a zero byte in it, no permission, ...
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
     if not S_ISREG(status.st_mode):  # pipes and devices would block or never end

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -104,7 +105,9 @@ def _measured(wanted: dict[str, Any]) -> Iterator[tuple[str, Cost]]:
     """Each graph and what it takes, as soon as it is known."""
     missing = set(wanted)
     command = [sys.executable, "-P", "-m", "runtime.probe"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    # In a session of its own: Ctrl-C is this process's to tell, which ends the child and its forks.
+    how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **how) as child:
         assert child.stdin
         assert child.stdout
         try:
@@ -118,7 +121,7 @@ def _measured(wanted: dict[str, Any]) -> Iterator[tuple[str, Cost]]:
                 yield name, Cost(**cost)
                 missing.remove(name)
         except BaseException:  # also whoever takes them has had enough
-            child.kill()
+            os.killpg(child.pid, signal.SIGKILL)
             raise
     if missing:
         raise UserError(f"measuring the graphs' memory broke off (exit code {child.returncode}): try again")
@@ -126,6 +129,7 @@ def _measured(wanted: dict[str, Any]) -> Iterator[tuple[str, Cost]]:
 
 def _main() -> None:
     """Measure the graphs that stdin names, one fork each -> a JSON line each."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who asked is gone
     wanted = json.load(sys.stdin)
     with suppress(OSError):  # where memory runs out, this ends and not what the machine is for
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,8 +37,8 @@ class Video:
     """A video, in a request's list of images.
 
     Attributes:
-        source: a folder of images, whose names are in the order of time; an animated GIF, WebP or PNG file, or its
-            bytes; or images, as a request takes them.
+        source: a folder of images, whose names are in the order of time, numbers in them by value; an animated GIF,
+            WebP or PNG file, or its bytes; or images, as a request takes them.
         frames: that are taken, spread evenly (in pairs, where a model looks at pairs); None: all.
         fps: frames a second of the source; None: as a file's first frame says, else 24.
     """
@@ -166,9 +167,10 @@ def read(video: Video) -> Clip:
     """
     source = video.source
     if isinstance(source, str | Path) and Path(source).is_dir():
-        names = sorted(path for path in Path(source).iterdir() if path.is_file() and not path.name.startswith("."))
+        names = [path for path in Path(source).iterdir() if path.is_file() and not path.name.startswith(".")]
         if not names:
             raise UserError(f"{source}: a folder without images: a video needs one a frame")
+        names.sort(key=by_number)
         return Clip(f"video {source}", names, len(names), video.fps or FPS)
     if isinstance(source, str | Path | bytes):
         file: Path | bytes = source if isinstance(source, bytes) else Path(source)
@@ -186,6 +188,11 @@ def _headers(file: Path | bytes, name: str) -> tuple[int, float]:
         if picture.format == "WEBP":  # which tells it of a decoded frame only
             picture.load()
         return getattr(picture, "n_frames", 1), float(picture.info.get("duration") or 0)
+
+
+def by_number(path: Path) -> list[tuple[int, str]]:
+    """A key that puts 2.png before 10.png."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", path.name)]
 
 
 @contextmanager

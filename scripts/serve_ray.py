@@ -179,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
     alone: dict[str, Any] = {} if arguments.address else {"include_dashboard": False, "object_store_memory": OBJECTS}
+    print("starting Ray: half a minute, more on a busy machine", file=sys.stderr, flush=True)
     try:
         with_ours = {"env_vars": {"PYTHONPATH": paths}}
         ray.init(arguments.address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=with_ours, **alone)
@@ -186,11 +187,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"Ray does not start: {one_line(error)}") from error
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # Ray has put its own there
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as ending:
+    with contextlib.ExitStack() as ending:
         ending.callback(ray.shutdown)
         fit(arguments, levels.bundle, ray.cluster_resources())
         quiet = {"log_level": "WARNING", "enable_access_log": False}
-        serve.start(http_options={"host": arguments.host, "port": arguments.port}, logging_config=quiet)
+        try:
+            serve.start(http_options={"host": arguments.host, "port": arguments.port}, logging_config=quiet)
+        except Exception as error:  # its proxy has seconds to be there, and an error of Ray's own if it is not
+            busy = "a machine that is busy may be too slow for it: try again"
+            raise UserError(f"Ray Serve does not start: {one_line(error)[:200]}: {busy}; logs {LOGS}") from error
         if arguments.address:  # of a cluster's Serve only what is ours
             ending.callback(serve.delete, levels.name)
         else:
@@ -206,7 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{arguments.threads} threads each; models {', '.join(levels.models)}; Ctrl-C ends it; logs {LOGS})",
             flush=True,
         )
-        threading.Event().wait()
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
     return 0
 
 

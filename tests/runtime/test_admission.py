@@ -171,7 +171,7 @@ def test_room_is_given_back_however_a_request_ends(
     with pytest.raises(ZeroDivisionError):
         vlm.generate("what is it")
     assert reserved(vlm) == 0
-    with pytest.raises(UserError, match="no such image file"):
+    with pytest.raises(UserError, match="no such file"):
         vlm.stream("what is it", ["missing.png"])
     assert reserved(vlm) == 0
 

@@ -102,7 +102,7 @@ def test_info_for_people(bundle_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ask", "BUNDLE", "--image", "missing.png", "what is it"], "missing.png: no such image file"),
+        (["ask", "BUNDLE", "--image", "missing.png", "what is it"], "missing.png: no such file"),
         (["ask", "BUNDLE", "--image", "TRUNCATED", "what is it"], "not a readable image"),
         (["ask", "BUNDLE", "--image", "PICTURE", ""], "the question is empty"),
         (["ask", "BUNDLE", "--image", "PICTURE", "what is <image>"], "2 image placeholders, but 1 image was given"),
@@ -147,7 +147,7 @@ def test_mistake_is_one_line_and_exit_code_2(
 def test_mistake_through_the_shell(bundle_path: Path) -> None:
     done = cli("ask", bundle_path, "--image", "missing.png", "what is it")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: missing.png: no such image file\n"
+    assert done.stderr == "error: missing.png: no such file\n"
 
 
 def test_help_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:

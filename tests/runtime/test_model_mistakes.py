@@ -41,7 +41,7 @@ MISTAKES: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("five channels", "what", [np.zeros((4, 4, 5), np.uint8)], {}, r"must be \[H, W\]"),
     ("no pixels", "what", [np.zeros((0, 4, 3), np.uint8)], {}, "empty"),
     ("no image at all", "what", [3], {}, "path, bytes, a PIL image or an array"),
-    ("missing file", "what", ["nowhere.png"], {}, "nowhere.png: no such image file"),
+    ("missing file", "what", ["nowhere.png"], {}, "nowhere.png: no such file"),
     ("a folder", "what", ["/"], {}, "not a file"),
     ("a name too long", "what", ["x" * 300 + ".png"], {}, "cannot be read"),
     ("no name for a file", "what", ["a\0b"], {}, "cannot be read"),

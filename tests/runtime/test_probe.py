@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,6 +113,29 @@ def test_measuring_that_is_interrupted_goes_on(
     assert re.fullmatch(rf"measured the memory that each of {total - 3} graphs takes, in \d+ s", ended)
     assert probe.costs(opened, 1, None) == costs
     assert capsys.readouterr().err == ""
+
+
+MEASURES = """
+import sys
+from runtime import probe
+graphs = {str(number): [sys.argv[1], 1, None] for number in range(1000)}
+for name, _ in probe._measured(graphs):
+    print(name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_who_measures_for_a_terminal_ends_with_it_and_says_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C goes to all of a terminal's processes; what they say is the first one's."""
+    heavy_graph(tmp_path / "heavy.onnx")
+    command = [sys.executable, "-c", MEASURES, str(tmp_path / "heavy.onnx")]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        assert process.stdout.readline() == "0\n"
+        os.killpg(process.pid, number)
+        _, told = process.communicate(timeout=60)  # which waits for all that hold its pipes
+    assert told.count("Traceback") == (number == signal.SIGINT)  # the program's own here
+    assert "_main" not in told
 
 
 def test_what_is_not_awaited_is_not_measured_to_its_end(tmp_path: Path) -> None:

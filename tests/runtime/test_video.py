@@ -67,6 +67,12 @@ def test_a_folder_is_a_video_in_the_order_of_its_names(tmp_path: Path) -> None:
     assert read(Video(frames())).fps == FPS  # where nothing tells
 
 
+def test_numbers_in_names_count_by_value(tmp_path: Path) -> None:
+    for number, frame in zip((1, 2, 9, 10, 11), frames(), strict=True):
+        frame.save(tmp_path / f"frame{number}.png")
+    assert shades(read(Video(tmp_path)).sampled(None, None)) == SHADES
+
+
 @given(total=st.integers(1, 400), most=st.integers(1, 400))
 def test_frames_are_spread_as_hugging_face_spreads_them(total: int, most: int) -> None:
     """`default_sample_indices_fn`, Qwen2-VL's and Qwen3-VL's `sample_frames`, which refuse more than there are."""
@@ -159,7 +165,7 @@ def strange(path: Path) -> Path:
         (lambda path: film(path.with_suffix(".mp4")), "clip.mp4: films are not read here: make a folder of its frames"),
         (empty, "clip: a folder without images"),
         (strange, "002.png: not a readable image"),
-        (lambda path: path, "clip: no such image file"),
+        (lambda path: path, "clip: no such file"),
     ],
 )
 def test_mistakes_are_one_line(

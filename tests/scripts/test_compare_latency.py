@@ -170,7 +170,7 @@ def test_the_provider_is_asked_of_the_profiler_when_nodes_could_fall_back(bundle
     [
         (["--level", "none"], "no level 'none'"),
         (["--images", "9"], "more than the longest bucket's 40"),
-        (["--image", "no.png"], "no.png: no such image file"),
+        (["--image", "no.png"], "no.png: no such file"),
         (["--runs", "0"], "--runs must be at least 1, got 0"),
         (["--backend", "cuda"], "unknown backend 'cuda': choose ort, trt-rtx, trt"),
         (["--json", "no/folder.json"], "no is not a folder"),

@@ -197,9 +197,26 @@ def test_what_does_not_fit_is_one_line(path: Path, ray: SimpleNamespace, capsys:
         assert serve_ray.main([str(path), "--replicas", "50", "--port", "0"]) == 2
     finally:
         signal.signal(signal.SIGTERM, before)
-    (line,) = capsys.readouterr().err.splitlines()
+    began, line = capsys.readouterr().err.splitlines()
+    assert began.startswith("starting Ray")
     assert line.startswith("error: 50 replicas of 1 threads need 50 cores, and there are 4")
     assert ended == ["Ray"]
+
+
+def test_a_serve_that_is_late_is_one_line(path: Path, ray: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    def late(**_: object) -> None:
+        raise OSError("The actor died\nunexpectedly: killed by ray.kill")  # Ray's own is an Exception too
+
+    ray.serve.start = late
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert serve_ray.main([str(path), "--port", "0"]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    _, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "error: Ray Serve does not start: The actor died unexpectedly: killed by ray.kill: a machine"
+    )
 
 
 def test_it_does_not_wait_for_a_ray_that_has_gone(ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
