@@ -131,6 +131,7 @@ def test_who_measures_for_a_terminal_ends_with_it_and_says_nothing(tmp_path: Pat
     command = [sys.executable, "-c", MEASURES, str(tmp_path / "heavy.onnx")]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        assert process.stdout
         assert process.stdout.readline() == "0\n"
         os.killpg(process.pid, number)
         _, told = process.communicate(timeout=60)  # which waits for all that hold its pipes
