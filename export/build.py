@@ -76,9 +76,11 @@ def build(args: argparse.Namespace, folder: Path) -> bundle.Manifest:
 
     if args.group and args.weights not in GROUPS:
         raise UserError(f"--group {args.group} is of --weights {' or '.join(GROUPS)}: give one of them too")
-    checkpoint = checkpoints.load(args.checkpoint, sizes=args.image_sizes)
+    checkpoint = checkpoints.load(args.checkpoint, sizes=args.image_sizes, scratch=folder)
     _sizes(args, checkpoint, levels)
     console.print(_describe(checkpoint))
+    if args.weights == "float32" and parameters(checkpoint) >= SMALL and (told := _grows(checkpoint)):
+        console.print(told)
     checkpoint, stored = _quantized(args, checkpoint, console)
     levels, guarded, known = _guarded(args, checkpoint, levels, console)
     buckets = _sizes(args, checkpoint, levels)
@@ -172,6 +174,18 @@ def _describe(checkpoint: Checkpoint) -> str:
         f"{d.num_layers} layers, {heads} KV heads of {d.head_dim}; "
         + (", ".join(f"images of {each.name} are {each.tokens} tokens" for each in checkpoint.layouts) or "no images")
     )
+
+
+def _grows(checkpoint: Checkpoint) -> str:
+    """Whether float32 takes more than the checkpoint does, and what takes less."""
+    own, stored = (
+        sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors")),
+        4 * parameters(checkpoint),
+    )
+    more = (
+        f"weights are stored as float32, {stored / 2**30:.1f} GiB, and the checkpoint has {own / 2**30:.1f} GiB of them"
+    )
+    return f"{more}: --weights float16, int8 or int4 store less" if stored > 1.5 * own else ""
 
 
 def _quantized(

@@ -6,14 +6,18 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from engines.errors import UserError, one_line
 from engines.layout import Layout, VideoStyle
@@ -31,6 +35,9 @@ from export.weights.weights import Weights
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+PAGE = 4096
+ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers': else its threads read weights ahead, and hold them in memory
 
 
 @dataclass(frozen=True)
@@ -121,12 +128,15 @@ class Checkpoint:
         return int(self.text_config.max_position_embeddings * scale)
 
 
-def load(folder: str | Path, weights: bool = True, sizes: Sequence[tuple[int, int]] = ()) -> Checkpoint:
+def load(
+    folder: str | Path, weights: bool = True, sizes: Sequence[tuple[int, int]] = (), scratch: Path | None = None
+) -> Checkpoint:
     """Load a checkpoint in float32 for export.
 
     Args:
         sizes: heights and widths of its layouts, the first that of calibration; none: the processor's own, or 448.
         weights: False leaves them where they are: every parameter has its shape, on PyTorch's `meta` device.
+        scratch: a folder on a disk with room for the weights in float32, to be mapped from there; None: in memory.
 
     Raises:
         UserError: not a checkpoint folder, a family without adapter, damaged or incomplete weights.
@@ -144,7 +154,7 @@ def load(folder: str | Path, weights: bool = True, sizes: Sequence[tuple[int, in
 
     family = FAMILIES[model_type]
     kind = AutoModelForImageTextToText if family.encoder else AutoModelForCausalLM
-    model = _model(path, kind) if weights else _skeleton(path, kind)
+    model = _model(path, kind, scratch) if weights else _skeleton(path, kind)
     decoder = family.decoder(model)
     processor = _processor(path)
     use_hook(decoder.language_model)
@@ -205,14 +215,14 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _model(path: Path, kind: Any) -> Any:
+def _model(path: Path, kind: Any, scratch: Path | None) -> Any:
     if (path / "adapter_config.json").is_file():
         raise UserError(f"{path} holds an adapter, which is not applied: merge it into the model first")
     if not any(path.glob("*.safetensors")):
         raise UserError(f"{path} holds no .safetensors weights (other formats can run code and are not loaded)")
     model: Any
     info: Any
-    with _quiet():
+    with _quiet(), _mapped(scratch):
         try:
             model, info = kind.from_pretrained(
                 path,
@@ -234,9 +244,44 @@ def _model(path: Path, kind: Any) -> Any:
                 "transformers or is incomplete; nothing was built"
             )
     for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
+        if not all(end.isfinite() for end in weight.aminmax()):  # without a second tensor of its size
             raise UserError(f"{path}: weight {name} is not finite; nothing was built")
     return model.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _mapped(folder: Path | None) -> Iterator[None]:
+    """Within the block, what modules are given as parameters moves to a file of `folder`, which has no name there.
+
+    Its pages are mapped and count as no process' own: where memory is short, the kernel writes them out and drops them.
+    What is there is read and changed as in memory. None: it stays in memory.
+    """
+    if folder is None:
+        yield
+        return
+    moved: set[int] = set()  # addresses: a weight that is tied to another is given again
+
+    def move(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta or parameter.dtype != torch.float32 or parameter.data_ptr() in moved:
+            return None
+        offset = -(-file.seek(0, os.SEEK_END) // PAGE) * PAGE
+        os.posix_fallocate(file.fileno(), offset, max(parameter.nbytes, 1))  # where the disk is full, it tells here
+        place = np.memmap(file, np.float32, "r+", offset, tuple(parameter.shape))
+        mapped = nn.Parameter(torch.from_numpy(place).copy_(parameter.detach()), requires_grad=False)
+        mapped.__dict__ |= parameter.__dict__  # transformers marks what it has loaded
+        moved.add(mapped.data_ptr())
+        return mapped
+
+    before, hook = os.environ.get(ONE_BY_ONE), register_module_parameter_registration_hook(move)
+    os.environ[ONE_BY_ONE] = "1"
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            yield
+    finally:
+        hook.remove()
+        os.environ.pop(ONE_BY_ONE)
+        if before is not None:
+            os.environ[ONE_BY_ONE] = before
 
 
 def _skeleton(path: Path, kind: Any) -> Any:

@@ -114,9 +114,7 @@ def plan_levels(
 def _export_one(makers: Makers, weights: WeightFile, library: Path | None, name: str) -> Exported:
     module = makers[name]()
     graph = export(module, name, weights)
-    error = largest_error(module, graph, weights.folder)
-    if library and graph.operators:
-        error = max(error, largest_error(module, graph, weights.folder, library))
+    error = largest_error(module, graph, weights.folder, library if graph.operators else None)
     return Exported(name, graph, error)
 
 

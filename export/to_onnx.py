@@ -10,20 +10,23 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
+from onnx_ir.tensor_adapters import TorchTensor
 from onnxscript.optimizer import fold_constants
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines import bundle
 from engines.bundle import TensorSpec
 from export.graphs import Graph
 from export.operators import DOMAIN, OPERATORS, functions, translations
 from export.weights import Weights
+from export.weights.kept import Kept
 
 OPSET = 20
 PAGE = 4096  # weights are aligned to pages, so that they can be memory-mapped
@@ -41,6 +44,7 @@ class WeightFile:
         self.weights = weights or Weights()
         self.folder, self._file, self._index = folder, folder / bundle.WEIGHTS, folder / ".weights.index"
         self._known: dict[str, int] = {}
+        self._kept = Kept(self._external)
         self._file.touch()
         self._index.touch()
 
@@ -66,22 +70,24 @@ class WeightFile:
                     index.flush()
         return self._known[key]
 
+    def pack(self, model: ir.Model) -> None:
+        """Store the graph's constants as something smaller, where `weights` finds that it is equal."""
+        self.weights.pack(model, self._kept)
+
     def externalize(self, model: ir.Model) -> None:
         """Move the graph's large constants into the file."""
         for value in model.graph.initializers.values():
             tensor = value.const_value
-            if tensor is None or tensor.nbytes <= INLINE:
+            if tensor is None or tensor.nbytes <= INLINE or isinstance(tensor, ir.ExternalTensor):
                 continue
-            offset = self.add(tensor.tobytes())
-            value.const_value = ir.ExternalTensor(
-                bundle.WEIGHTS,
-                offset,
-                tensor.nbytes,
-                ir.DataType(tensor.dtype),
-                shape=ir.Shape(tensor.shape.numpy()),
-                name=value.name or "",
-                base_dir=str(self.folder),
-            )
+            if stored := self._kept.of(tensor, "whole", partial(list, [tensor])):
+                value.const_value = stored[0]
+                value.const_value.name = value.name
+
+    def _external(self, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
+        offset, shape = self.add(tensor.tobytes()), ir.Shape(tensor.shape.numpy())
+        where = bundle.WEIGHTS, offset, tensor.nbytes, ir.DataType(tensor.dtype)
+        return ir.ExternalTensor(*where, shape=shape, name=tensor.name or "", base_dir=str(self.folder))
 
 
 def example(spec: TensorSpec) -> Tensor:
@@ -114,7 +120,7 @@ def export(graph: Graph, name: str, weights: WeightFile) -> bundle.Graph:
     for operator in dict.fromkeys(node.op_type for node in used):
         for function in bodies[operator]:
             model.functions[function.identifier()] = function
-    weights.weights.pack(model)
+    weights.pack(model)
     weights.externalize(model)
     file = f"{name}.onnx"
     ir.save(model, weights.folder / file)
@@ -128,6 +134,7 @@ def _tidy(model: ir.Model) -> None:
     Where nobody reads the attention that slots receive, `masses = 0` tells a kernel to leave it out. The outputs stay:
     TensorRT takes no function with fewer, and ONNX Runtime none with fewer at the end.
     """
+    _turn(model)
     fold_constants(model)
     passes = ir.passes.Sequential(common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass())
     passes(model)
@@ -137,6 +144,25 @@ def _tidy(model: ir.Model) -> None:
         masses = node.outputs[1:] if node.op_type == OPERATORS["quant_kv_attention"].name else ()
         if masses and not any(mass.uses() or mass.is_graph_output() for mass in masses):
             node.attributes["masses"] = ir.AttrInt64("masses", 0)
+
+
+def _turn(model: ir.Model) -> None:
+    """Weights that are multiplied by transposed become views: folding would hold a copy of every one in memory."""
+    turned: dict[tuple[ir.Value, tuple[int, ...]], ir.Value] = {}
+    for node in list(model.graph):
+        source = node.inputs[0] if node.op_type == "Transpose" and not node.domain else None
+        raw = getattr(source.const_value, "raw", None) if source is not None else None
+        if source is None or not isinstance(raw, nn.Parameter) or "perm" not in node.attributes:
+            continue
+        order = tuple(node.attributes["perm"].as_ints())
+        if (source, order) not in turned:
+            view = nn.Parameter(raw.detach().permute(order), requires_grad=False)
+            name = ".".join([str(source.name), *map(str, order)])
+            value = ir.Value(name=name, const_value=TorchTensor(view, name=name))
+            value.shape, value.type = ir.Shape(view.shape), source.type
+            model.graph.register_initializer(value)
+            turned[source, order] = value
+        ir.convenience.replace_all_uses_with(node.outputs[0], turned[source, order])
 
 
 def _spec(value: ir.Value) -> TensorSpec:

@@ -8,12 +8,14 @@ are islands, found by running samples (calibration/islands.py), and stay float32
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
 from export.weights.grid import LEAST_SIZE
+from export.weights.kept import Kept
 
 LARGEST = torch.finfo(torch.float16).max
 PRODUCTS = ("MatMul", "Gemm", "Conv")
@@ -24,8 +26,9 @@ def digest(weight: Tensor) -> str:
     return hashlib.sha256(weight.contiguous().numpy().tobytes()).hexdigest()
 
 
-def halve(model: ir.Model, islands: frozenset[str]) -> None:
+def halve(model: ir.Model, islands: frozenset[str], kept: Kept | None = None) -> None:
     """Compute every product with a weight that float16 holds exactly in float16, but for the islands."""
+    kept = kept or Kept()
     halves: dict[ir.Value, ir.Value | None] = {}
     casts: dict[ir.Value, ir.Value] = {}
     for node in list(model.graph):
@@ -33,7 +36,7 @@ def halve(model: ir.Model, islands: frozenset[str]) -> None:
         if weight is None or weight.const_value is None or weight.const_value.dtype != ir.DataType.FLOAT:
             continue
         if weight not in halves:
-            halves[weight] = _half(model.graph, weight, node, islands)
+            halves[weight] = _half(model.graph, weight, node, islands, kept)
         half, rows = halves[weight], node.inputs[0]
         if half is not None and rows is not None:
             _replace(model.graph, node, rows, half, casts)
@@ -43,19 +46,28 @@ def halve(model: ir.Model, islands: frozenset[str]) -> None:
             del model.graph.initializers[weight.name]
 
 
-def _half(graph: ir.Graph, weight: ir.Value, node: ir.Node, islands: frozenset[str]) -> ir.Value | None:
+def _half(graph: ir.Graph, weight: ir.Value, node: ir.Node, islands: frozenset[str], kept: Kept) -> ir.Value | None:
     assert weight.const_value is not None
-    numbers = torch.from_numpy(weight.const_value.numpy())
+    turned = node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0))
+    stored = kept.of(weight.const_value, ("half", turned), partial(_stored, weight.const_value, turned, islands))
+    if stored is None:
+        return None
+    half = ir.Value(name=f"{weight.name}.half", const_value=stored[0])
+    stored[0].name = half.name
+    half.shape, half.type = ir.Shape(stored[0].shape.numpy()), ir.TensorType(ir.DataType.FLOAT16)
+    graph.register_initializer(half)
+    return half
+
+
+def _stored(weight: ir.TensorProtocol, turned: bool, islands: frozenset[str]) -> list[ir.TensorProtocol] | None:
+    """In float16, if that holds it exactly and it is no island."""
+    numbers = torch.from_numpy(weight.numpy())
     stored = numbers.half()
     if numbers.numel() < LEAST_SIZE or not torch.equal(stored.float(), numbers):
         return None
-    turned = node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0))
     if islands and digest(numbers.mT if turned else numbers) in islands:
         return None
-    half = ir.Value(name=f"{weight.name}.half", const_value=ir.tensor(stored.numpy(), name=f"{weight.name}.half"))
-    half.shape, half.type = ir.Shape(stored.shape), ir.TensorType(ir.DataType.FLOAT16)
-    graph.register_initializer(half)
-    return half
+    return [ir.tensor(stored.numpy())]
 
 
 def _replace(graph: ir.Graph, node: ir.Node, rows: ir.Value, half: ir.Value, casts: dict[ir.Value, ir.Value]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from engines import weights as layout
 from export.weights.grid import LEAST_GROUP, LEAST_SIZE, Grid
+from export.weights.kept import Kept
 
 DOMAIN, OPERATOR = "com.microsoft", "MatMulNBits"
 # Inputs are rounded to 8 bits in blocks, so that the product is one of integers. One row times 2048 x 2048 weights
@@ -21,8 +23,9 @@ DOMAIN, OPERATOR = "com.microsoft", "MatMulNBits"
 ACCURACY_LEVEL = 4
 
 
-def pack(model: ir.Model, grids: Sequence[Grid]) -> None:
+def pack(model: ir.Model, grids: Sequence[Grid], kept: Kept | None = None) -> None:
     """Replace every MatMul and Gemm whose weight lies on one of the grids."""
+    kept = kept or Kept()
     packed: dict[ir.Value, tuple[Grid, list[ir.Value]] | None] = {}
     for node in list(model.graph) if grids else ():
         rows = _weight(node)
@@ -31,7 +34,7 @@ def pack(model: ir.Model, grids: Sequence[Grid]) -> None:
         source = node.inputs[1]
         assert source is not None
         if source not in packed:
-            packed[source] = _packed(model.graph, source, rows, grids)
+            packed[source] = _packed(model.graph, source, rows, grids, kept)
         if (found := packed[source]) is not None:
             _replace(node, rows.shape, *found)
             model.opset_imports[DOMAIN] = 1
@@ -71,19 +74,26 @@ def _weight(node: ir.Node) -> Tensor | None:
 
 
 def _packed(
-    graph: ir.Graph, source: ir.Value, rows: Tensor, grids: Sequence[Grid]
+    graph: ir.Graph, source: ir.Value, rows: Tensor, grids: Sequence[Grid], kept: Kept
 ) -> tuple[Grid, list[ir.Value]] | None:
+    assert source.const_value is not None
     for grid in grids:
-        if (found := grid.find(rows)) is not None:
-            values, scales = found
-            stored = (layout.pack(values.numpy(), grid.bits), scales.numpy())
+        if (stored := kept.of(source.const_value, grid, partial(_stored, grid, rows))) is not None:
             made = [ir.Value(name=f"{source.name}.{what}") for what in ("codes", "scales")]
-            for value, array in zip(made, stored, strict=True):
-                value.const_value = ir.tensor(array, name=value.name)
-                value.shape, value.type = ir.Shape(array.shape), ir.TensorType(value.const_value.dtype)
+            for value, tensor in zip(made, stored, strict=True):
+                tensor.name, value.const_value = value.name, tensor
+                value.shape, value.type = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
                 graph.register_initializer(value)
             return grid, made
     return None
+
+
+def _stored(grid: Grid, rows: Tensor) -> list[ir.TensorProtocol] | None:
+    """Codes and scales."""
+    if (found := grid.find(rows)) is None:
+        return None
+    values, scales = found
+    return [ir.tensor(layout.pack(values.numpy(), grid.bits)), ir.tensor(scales.numpy())]
 
 
 def _replace(node: ir.Node, shape: torch.Size, grid: Grid, stored: Sequence[ir.Value]) -> None:

@@ -23,6 +23,7 @@ from engines.weights import Embedding, pack
 from export.weights import float16, nbits
 from export.weights.float16 import digest
 from export.weights.grid import LEAST_GROUP, LEAST_SIZE, Grid
+from export.weights.kept import Kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -98,11 +99,12 @@ class Weights:
             return table.half().float()
         return self.table.nearest(table) if self.bits else table
 
-    def pack(self, model: ir.Model) -> None:
+    def pack(self, model: ir.Model, kept: Kept | None = None) -> None:
         """Store a graph's constants as what they were found to be."""
+        kept = kept or Kept()
         if self.dtype == "float16":
-            float16.halve(model, self.islands)
-        nbits.pack(model, self.grids)
+            float16.halve(model, self.islands, kept)
+        nbits.pack(model, self.grids, kept)
 
     def store(self, table: Tensor, add: Callable[[bytes], int]) -> Embedding:
         """Write the embedding table; `add` writes bytes and tells their offset."""

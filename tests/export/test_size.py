@@ -1,0 +1,109 @@
+"""Models larger than memory: weights are mapped, transposed as views, and written and hashed once for all graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from onnx_ir.tensor_adapters import TorchTensor
+from torch import nn
+
+from export import checkpoint as checkpoints
+from export.graphs import Decode, Prefill, State
+from export.to_onnx import WeightFile, export
+from export.verify import TOLERANCE, largest_error
+from export.weights.kept import Kept
+from tests.export import tiny
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("size") / "checkpoint")
+
+
+def mappings(folder: Path) -> list[tuple[int, int]]:
+    """Addresses of this process that files of a folder, also of no name, are mapped to."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [line[0].split("-") for line in lines if len(line) == 6 and line[5].startswith(str(folder))]
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+
+
+def test_weights_lie_in_a_file_that_is_gone_with_them(path: Path, tmp_path: Path) -> None:
+    inside, mapped = checkpoints.load(path).model, checkpoints.load(path, scratch=tmp_path).model
+    assert not list(tmp_path.iterdir())
+    places = mappings(tmp_path)
+    known = dict(inside.named_parameters())
+    for name, parameter in mapped.named_parameters():
+        begin = parameter.data_ptr()
+        assert any(start <= begin and begin + parameter.nbytes <= end for start, end in places), name
+        assert torch.equal(parameter, known.pop(name))
+    assert not known
+    with torch.no_grad():
+        weight = mapped.get_input_embeddings().weight
+        weight.mul_(2)
+        assert torch.equal(weight, 2 * inside.get_input_embeddings().weight)
+
+
+def test_where_the_disk_is_full_nothing_is_loaded(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.os, "posix_fallocate", full)
+    with pytest.raises(checkpoints.UserError, match="No space left on device"):
+        checkpoints.load(path, scratch=tmp_path)
+    monkeypatch.undo()
+    assert checkpoints.load(path).model is not None  # and what is loaded next stays in memory
+    assert not mappings(tmp_path)
+
+
+def test_the_second_graph_writes_and_copies_no_weight(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, sizes = checkpoints.load(path), list[int]()
+    state = State(checkpoint.decoder, tiny.recipe(), 16)
+    with WeightFile(tmp_path) as weights:
+        first = export(Prefill(state, None), "prefill", weights)
+        add = weights.add
+        monkeypatch.setattr(weights, "add", lambda data: sizes.append(len(data)) or add(data))
+        second = Decode(state, None)
+        exported = export(second, "decode", weights)
+    products = [p.nbytes for p in checkpoint.decoder.language_model.parameters() if p.ndim > 1]
+    assert not set(sizes) & set(products)
+    assert largest_error(second, exported, tmp_path) < TOLERANCE
+    graphs = [ir.load(tmp_path / graph.file).graph for graph in (first, exported)]
+    places = [
+        {value.const_value.offset for value in graph.initializers.values() if is_product(value, products)}
+        for graph in graphs
+    ]
+    assert places[0] == places[1]
+    assert len(places[0]) >= 7 * checkpoint.decoder.num_layers
+
+
+def is_product(value: ir.Value, sizes: list[int]) -> bool:
+    return isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes in sizes
+
+
+def external(folder: Path, written: list[np.ndarray]) -> Kept:
+    def store(tensor: ir.TensorProtocol) -> ir.ExternalTensor:
+        written.append(tensor.numpy().copy())
+        return ir.ExternalTensor("x", 0, tensor.nbytes, tensor.dtype, shape=tensor.shape, name="", base_dir=folder)  # type: ignore[arg-type]
+
+    return Kept(store)
+
+
+def test_only_parameters_are_known_again(tmp_path: Path) -> None:
+    """A constant that one graph made is gone when the next one makes its own, perhaps at the same address."""
+    written: list[np.ndarray] = []
+    kept, numbers = external(tmp_path, written), torch.zeros(4)
+    for value in (1.0, 2.0):
+        passing = TorchTensor(numbers.fill_(value))
+        kept.of(passing, "whole", lambda passing=passing: [passing])
+    assert [array[0] for array in written] == [1.0, 2.0]
+    weight = nn.Parameter(torch.ones(2, 3))
+    for tensor in (weight, weight, nn.Parameter(weight.detach().mT)):
+        named = TorchTensor(tensor)
+        kept.of(named, "whole", lambda named=named: [named])
+    assert [array.shape for array in written[2:]] == [(2, 3), (3, 2)]
