@@ -54,6 +54,7 @@ __all__ = [
 ]  # fmt: skip
 
 MIB = 2**20
+FULL = errno.ENOSPC, errno.EDQUOT  # of an OSError: the disk, or what a user may have of it
 MANIFEST, CHECKSUM = "manifest.json", "manifest.sha256"
 REBUILD = "build it again with  python export/build.py"
 BUILD = "give a folder that export/build.py wrote; it builds one with  python export/build.py CHECKPOINT --out FOLDER"
@@ -131,7 +132,7 @@ def writing(out: Path) -> Iterator[Path]:
         yield temporary
         _replace(temporary, out)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         raise UserError(f"no space left to write {out}: free some or choose another --out") from error
     finally:

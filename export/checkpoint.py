@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from engines import bundle
 from engines.errors import UserError, one_line
 from engines.layout import Layout, VideoStyle
 from engines.preprocessor import ImagePreprocessor
@@ -36,7 +36,6 @@ from export.weights.weights import Weights
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PAGE = 4096
 ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers': else its threads read weights ahead, and hold them in memory
 
 
@@ -140,6 +139,7 @@ def load(
 
     Raises:
         UserError: not a checkpoint folder, a family without adapter, damaged or incomplete weights.
+        OSError: `scratch` has no room (`bundle.FULL`), as `bundle.writing` expects it.
     """
     path = Path(folder)
     config = _config(path)
@@ -234,6 +234,8 @@ def _model(path: Path, kind: Any, scratch: Path | None) -> Any:
                 ignore_mismatched_sizes=True,  # refused below, by name
             )
         except Exception as error:  # transformers raises many kinds for a damaged checkpoint
+            if isinstance(error, OSError) and error.errno in bundle.FULL:
+                raise  # of `scratch`, and no fault of the checkpoint's
             raise UserError(f"{path} cannot be loaded: {one_line(error)[:300]}") from error
     # A checkpoint of another transformers version can load with part of its weights silently random.
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -244,17 +246,19 @@ def _model(path: Path, kind: Any, scratch: Path | None) -> Any:
                 "transformers or is incomplete; nothing was built"
             )
     for name, weight in model.named_parameters():
-        if not all(end.isfinite() for end in weight.aminmax()):  # without a second tensor of its size
+        if weight.numel() and not all(
+            end.isfinite() for end in weight.aminmax()
+        ):  # without a second tensor of its size
             raise UserError(f"{path}: weight {name} is not finite; nothing was built")
     return model.eval().requires_grad_(False)
 
 
 @contextlib.contextmanager
 def _mapped(folder: Path | None) -> Iterator[None]:
-    """Within the block, what modules are given as parameters moves to a file of `folder`, which has no name there.
+    """Within the block, what modules are given as parameters moves to files of `folder`, which have no name there.
 
-    Its pages are mapped and count as no process' own: where memory is short, the kernel writes them out and drops them.
-    What is there is read and changed as in memory. None: it stays in memory.
+    Their pages are mapped and count as no process' own: where memory is short, the kernel writes them out and drops
+    them. What is there is read and changed as in memory. None: it stays in memory.
     """
     if folder is None:
         yield
@@ -262,12 +266,15 @@ def _mapped(folder: Path | None) -> Iterator[None]:
     moved: set[int] = set()  # addresses: a weight that is tied to another is given again
 
     def move(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter.is_meta or parameter.dtype != torch.float32 or parameter.data_ptr() in moved:
+        if parameter.is_meta or parameter.dtype != torch.float32 or not parameter.numel():
             return None
-        offset = -(-file.seek(0, os.SEEK_END) // PAGE) * PAGE
-        os.posix_fallocate(file.fileno(), offset, max(parameter.nbytes, 1))  # where the disk is full, it tells here
-        place = np.memmap(file, np.float32, "r+", offset, tuple(parameter.shape))
-        mapped = nn.Parameter(torch.from_numpy(place).copy_(parameter.detach()), requires_grad=False)
+        if parameter.data_ptr() in moved:
+            return None
+        # A file each, closed once it is mapped: Python's mmap holds one open, and 1,024 are often all that may be.
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, parameter.nbytes)  # where the disk is full, it tells here
+            place = torch.from_file(file.name, shared=True, size=parameter.numel(), dtype=torch.float32)
+        mapped = nn.Parameter(place.view(parameter.shape).copy_(parameter.detach()), requires_grad=False)
         mapped.__dict__ |= parameter.__dict__  # transformers marks what it has loaded
         moved.add(mapped.data_ptr())
         return mapped
@@ -275,8 +282,7 @@ def _mapped(folder: Path | None) -> Iterator[None]:
     before, hook = os.environ.get(ONE_BY_ONE), register_module_parameter_registration_hook(move)
     os.environ[ONE_BY_ONE] = "1"
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            yield
+        yield
     finally:
         hook.remove()
         os.environ.pop(ONE_BY_ONE)

@@ -16,9 +16,9 @@ from export.graphs import NEW, Graph
 from export.stages.tokens import ALIGNED, FIRST, PADDING, TEXT, VISUAL
 from export.weights import nbits
 
-# One token alone can miss a weight that feeds a gate it leaves shut. Many tokens do not, and of a large model each time
-# that they are read is most of a build.
-SEEDS = {"decode": 3, "compact": 3}
+# One token alone, as `extend` may read too, can miss a weight that feeds a gate it leaves shut. Many tokens do not, and
+# of a large model each time that they are read is most of a build.
+SEEDS = {"decode": 3, "extend": 3, "compact": 3}
 TOLERANCE = 2e-3  # float32 sums in another order, a few layers deep, relative to the largest value
 # A kernel may round queries and weights to 16 bits. Random keys draw attention sharper than a model does, and logits of
 # the demo's graphs then err by 5e-3; what is computed wrong errs by tenths. kernel_check.py looks at kernels alone.

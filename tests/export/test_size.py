@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from onnx_ir.tensor_adapters import TorchTensor
 from torch import nn
 
+from engines import bundle
 from export import checkpoint as checkpoints
 from export.graphs import Decode, Prefill, State
 from export.to_onnx import WeightFile, export
@@ -47,14 +50,24 @@ def test_weights_lie_in_a_file_that_is_gone_with_them(path: Path, tmp_path: Path
         assert torch.equal(weight, 2 * inside.get_input_embeddings().weight)
 
 
+def test_a_mapped_weight_holds_no_file_open(path: Path, tmp_path: Path) -> None:
+    """A process may often hold 1,024 open, and models have more weights."""
+    before = len(os.listdir("/proc/self/fd"))
+    model = checkpoints.load(path, scratch=tmp_path).model
+    assert len(list(model.parameters())) > 30
+    assert len(os.listdir("/proc/self/fd")) < before + 10
+
+
 def test_where_the_disk_is_full_nothing_is_loaded(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoints.os, "posix_fallocate", full)
-    with pytest.raises(checkpoints.UserError, match="No space left on device"):
-        checkpoints.load(path, scratch=tmp_path)
+    out = tmp_path / "out"
+    with pytest.raises(checkpoints.UserError, match=f"no space left to write {out}"), bundle.writing(out) as folder:
+        checkpoints.load(path, scratch=folder)
     monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
     assert checkpoints.load(path).model is not None  # and what is loaded next stays in memory
     assert not mappings(tmp_path)
 
