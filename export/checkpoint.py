@@ -279,7 +279,7 @@ def _mapped(folder: Path | None) -> Iterator[None]:
         moved.add(mapped.data_ptr())
         return mapped
 
-    before, hook = os.environ.get(ONE_BY_ONE), register_module_parameter_registration_hook(move)
+    before, hook = os.environ.get(ONE_BY_ONE), register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
     os.environ[ONE_BY_ONE] = "1"
     try:
         yield

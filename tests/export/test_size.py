@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -80,7 +82,12 @@ def test_the_second_graph_writes_and_copies_no_weight(
     with WeightFile(tmp_path) as weights:
         first = export(Prefill(state, None), "prefill", weights)
         add = weights.add
-        monkeypatch.setattr(weights, "add", lambda data: sizes.append(len(data)) or add(data))
+
+        def counted(data: Any) -> Any:
+            sizes.append(len(data))
+            return add(data)
+
+        monkeypatch.setattr(weights, "add", counted)
         second = Decode(state, None)
         exported = export(second, "decode", weights)
     products = [p.nbytes for p in checkpoint.decoder.language_model.parameters() if p.ndim > 1]
@@ -88,7 +95,7 @@ def test_the_second_graph_writes_and_copies_no_weight(
     assert largest_error(second, exported, tmp_path) < TOLERANCE
     graphs = [ir.load(tmp_path / graph.file).graph for graph in (first, exported)]
     places = [
-        {value.const_value.offset for value in graph.initializers.values() if is_product(value, products)}
+        {value.const_value.offset for value in graph.initializers.values() if is_product(value, products)}  # type: ignore[union-attr]
         for graph in graphs
     ]
     assert places[0] == places[1]
@@ -113,10 +120,10 @@ def test_only_parameters_are_known_again(tmp_path: Path) -> None:
     kept, numbers = external(tmp_path, written), torch.zeros(4)
     for value in (1.0, 2.0):
         passing = TorchTensor(numbers.fill_(value))
-        kept.of(passing, "whole", lambda passing=passing: [passing])
+        kept.of(passing, "whole", partial(list, [passing]))
     assert [array[0] for array in written] == [1.0, 2.0]
     weight = nn.Parameter(torch.ones(2, 3))
     for tensor in (weight, weight, nn.Parameter(weight.detach().mT)):
         named = TorchTensor(tensor)
-        kept.of(named, "whole", lambda named=named: [named])
+        kept.of(named, "whole", partial(list, [named]))
     assert [array.shape for array in written[2:]] == [(2, 3), (3, 2)]
