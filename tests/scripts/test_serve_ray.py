@@ -80,6 +80,7 @@ def cluster(path: Path) -> Iterator[Cluster]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=path)
     try:
         assert process.stdout
+        assert process.stdout.readline().startswith("starting Ray")
         said = process.stdout.readline()
         assert said.startswith(
             f"toy at http://127.0.0.1:{port}/  (1 to 2 replicas, 1 threads each; models toy, toy:"

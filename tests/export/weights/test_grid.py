@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engines.weights import Table, pack, unpack
@@ -27,16 +27,23 @@ def blocks_of(width: int, group: int) -> list[slice]:
     return [slice(first, min(first + group, width)) for first in range(0, width, group)]
 
 
-def least_error(block: list[float], bits: int) -> float:
-    """Of the squares, with the best of the scales, each rounded to 16 significant bits."""
+def least_error(block: list[float], bits: int) -> tuple[float, float]:
+    """Of the squares, with the best of the scales, each rounded to 16 significant bits -> from, to.
+
+    Two where a scale lies halfway between those: float32 may round it to either.
+    """
     least, most = RANGE[bits]
-    found = math.inf
+    found = []
     for divisor in LARGEST[bits]:
         mantissa, exponent = math.frexp(max(map(abs, block)) / divisor)
-        scale = math.ldexp(round(mantissa * 2**16), exponent - 16)
-        error = sum((min(max(round(x / scale), least), most) * scale - x) ** 2 for x in block) if scale else 0.0
-        found = min(found, error)
-    return found
+        scales = {math.ldexp(round(mantissa * 2**16 + off), exponent - 16) for off in (-0.02, 0.02)}
+        found.append(
+            [
+                sum((min(max(round(x / scale), least), most) * scale - x) ** 2 for x in block) if scale else 0.0
+                for scale in scales
+            ]
+        )
+    return min(map(min, found)), min(map(max, found))
 
 
 @given(
@@ -46,6 +53,7 @@ def least_error(block: list[float], bits: int) -> float:
     group=st.sampled_from([32, 64, 128]),
     seed=st.integers(0, 2**16),
 )
+@example(rows=2, width=184, bits=8, group=32, seed=2)  # a scale halfway between two
 def test_every_block_has_the_scale_that_errs_least(rows: int, width: int, bits: int, group: int, seed: int) -> None:
     weight, grid = weights(rows, width, seed), Grid(bits, group)
     nearest = grid.nearest(weight)
@@ -55,7 +63,8 @@ def test_every_block_has_the_scale_that_errs_least(rows: int, width: int, bits: 
             block = weight[row, columns].double().tolist()
             error = (nearest[row, columns].double() - weight[row, columns].double()).square().sum().item()
             # Where a value lies halfway, float32 may round it the other way: the error is the same.
-            assert error == pytest.approx(least_error(block, bits), rel=1e-3, abs=1e-9)
+            low, high = least_error(block, bits)
+            assert low * (1 - 1e-3) - 1e-9 <= error <= high * (1 + 1e-3) + 1e-9
 
 
 @given(
