@@ -174,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with server.listen(arguments.host, arguments.port) as free:
         arguments.host, arguments.port = free.getsockname()[:2]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would tell somebody that it is used
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # its 5 are few for a small or busy machine
     import ray
     from ray import serve
 
