@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,6 +24,9 @@ from runtime.server.command import listen
 from runtime.server.levels import Levels
 from runtime.server.protocol import Limits
 from runtime.server.serve import Server
+
+if TYPE_CHECKING:
+    from tests.runtime.server.hosts import Host
 
 
 class Served:
@@ -82,6 +85,22 @@ def serve(levels: Levels) -> Iterator[Callable[..., Served]]:
     """Servers with other limits."""
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(serving(levels, **options))
+
+
+@pytest.fixture
+def far() -> Iterator[Host]:
+    """Of images."""
+    from tests.runtime.server import hosts  # which imports this module
+
+    with hosts.Host() as host:
+        threading.Thread(target=host.serve_forever, args=(0.01,), daemon=True).start()
+        yield host
+        host.shutdown()
+
+
+@pytest.fixture
+def address(far: Host) -> str:
+    return far.name
 
 
 def png(pixels: np.ndarray) -> bytes:
