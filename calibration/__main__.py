@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from calibration.commands import COMMANDS
+from engines import releases
 from engines.errors import Parser, command
 
 
@@ -16,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     for module in COMMANDS:
         module.add(commands)
     arguments = parser.parse_args(argv)
+    releases.check_installed()
     return arguments.run(arguments)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engines import cuda
+from engines import cuda, releases
 from engines.backend import Status, Tensors, check_feeds
 from engines.cuda import Array, Device
 from engines.cuda_session import CudaSession
@@ -41,6 +41,7 @@ def _onnxruntime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise UserError(f"ONNX Runtime cannot be imported ({error}): pip install onnxruntime") from error
+    releases.check("onnxruntime", onnxruntime.__version__)
     return onnxruntime
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import itertools
 import os
 import sys
@@ -21,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if not __package__:  # run as a script, Python puts export/ first; `export` must be importable as a package
     sys.path[0] = str(ROOT)
 
-from engines import bundle  # noqa: E402
+from engines import bundle, releases  # noqa: E402
 from engines.errors import UserError, command  # noqa: E402
 from engines.plans import describe  # noqa: E402
 from export.arguments import DEFAULT_IMAGES, DEFAULT_RECIPES, DEFAULT_TEXT, DEMO, arguments  # noqa: E402
@@ -54,6 +53,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def build(args: argparse.Namespace, folder: Path) -> bundle.Manifest:
     """Make all of a bundle in `folder`, which becomes the bundle when this returns."""
+    releases.check_installed()
     print("loading PyTorch and transformers ...", flush=True)
     from rich.console import Console
 
@@ -328,7 +328,7 @@ def _with_plans(
     for backend in backends[1:]:
         notes[backend] = describe([plan for plan in plans if plan.backend == backend])
     names = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
-    tools = {name: importlib.metadata.version(name) for name in names}
+    tools = {name: releases.installed(name) or "unknown" for name in names}
     return dataclasses.replace(manifest, plans=plans, libraries=kernels.libraries, backends=notes, tools=tools)
 
 

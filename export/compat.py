@@ -15,13 +15,14 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from engines.errors import UserError
+from engines import releases
+from engines.errors import UserError, one_line
 from export.attention import LOWEST, LayerAttention, attention_by, full_attention, use_hook
 from export.graphs.graph import added
 from export.graphs.prefill import before_layer
 from export.mrope import FAMILIES, mrope_of
 
-OLDEST, TESTED = "5.24", "5.24.0"
+TESTED = "5.24.0"
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 4
 POSITIONS = torch.arange(3, 8)[None]  # not those that a model takes by itself, and without gaps, which it would mask
 
@@ -29,14 +30,11 @@ POSITIONS = torch.arange(3, 8)[None]  # not those that a model takes by itself, 
 def check_transformers(model_type: str) -> None:
     """Raises `UserError` for a release of transformers whose modelling code is not what this exporter takes it for.
 
-    A release newer than the tested one is looked at with a tiny random model, in a fraction of a second.
+    An older one's checkpoints name weights differently. A newer release than the tested one is looked at with a tiny
+    random model, in a fraction of a second.
     """
     installed = transformers.__version__
-    if Version(installed) < Version(OLDEST):
-        raise UserError(
-            f"transformers {installed} is too old (its checkpoints name weights differently): "
-            f"pip install 'transformers>={OLDEST}' (tested with {TESTED})"
-        )
+    releases.check("transformers", installed)
     if Version(installed) > Version(TESTED) and (broken := broken_assumption(model_type)):
         raise UserError(
             f"transformers {installed} no longer does what this exporter builds on: {broken}; nothing was built: "
@@ -53,7 +51,7 @@ def broken_assumption(model_type: str) -> str | None:
             if not holds():
                 return assumption
         except Exception as error:  # what has changed fails anywhere in code that is not ours
-            return f"{assumption} ({type(error).__name__})"
+            return f"{assumption} ({type(error).__name__}: {one_line(error)})"
     return None
 
 

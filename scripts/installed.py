@@ -1,4 +1,6 @@
-"""Imported first by every script here: a missing package is one line that says what to type, not a stack trace."""
+"""Imported first by every script here: a package that is missing, or too old for what is imported from it, is one line
+that says what to type, not a stack trace.
+"""
 
 import os
 import sys
@@ -7,14 +9,25 @@ from types import TracebackType
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where this project itself is not installed
 
-from engines.errors import MISSING_PACKAGE
+from engines import releases
+from engines.errors import MISSING_PACKAGE, UserError, one_line
+
+
+def _too_old() -> str:
+    try:
+        releases.check_installed()
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not issubclass(kind, ModuleNotFoundError):
+    missing = f"{one_line(error)}: {MISSING_PACKAGE}" if issubclass(kind, ModuleNotFoundError) else ""
+    told = issubclass(kind, ImportError) and (_too_old() or missing)
+    if not told:
         sys.__excepthook__(kind, error, trace)
         return
-    print(f"error: {error}: {MISSING_PACKAGE}", file=sys.stderr, flush=True)
+    print(f"error: {told}", file=sys.stderr, flush=True)
     os._exit(2)  # a hook cannot choose the exit code otherwise
 
 

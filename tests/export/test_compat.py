@@ -117,6 +117,11 @@ def test_what_breaks_is_named(assumption: str, plant: Plant, monkeypatch: pytest
     assert assumption in str(broken_assumption("llava"))
 
 
+def test_the_name_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_name_is_gone(monkeypatch)
+    assert "no attribute 'get_vision_window_index'" in str(broken_assumption("llava"))
+
+
 def test_positions_that_are_counted_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     count = modeling_qwen2_vl.Qwen2VLModel.get_rope_index
 
@@ -146,5 +151,5 @@ def test_the_tested_release_is_not_looked_at_and_older_ones_are_refused(monkeypa
     monkeypatch.setattr(compat.transformers, "__version__", compat.TESTED)
     check_transformers("llava")
     monkeypatch.setattr(compat.transformers, "__version__", "5.0.0")
-    with pytest.raises(UserError, match=r"5\.0\.0 is too old"):
+    with pytest.raises(UserError, match=r"^transformers 5\.0\.0 is too old: pip install 'transformers>=5\.24'$"):
         check_transformers("llava")
