@@ -37,6 +37,7 @@ from engines.manifest import (
     FORMAT,
     VERSION,
     WEIGHTS,
+    WITHOUT_VIDEOS,
     Bucket,
     Embedding,
     File,
@@ -102,9 +103,9 @@ def seal(folder: Path, manifest: Manifest) -> Manifest:
     """Hash every file of `folder`, then write the manifest and its checksum into it."""
     names = [name for name in _files(folder) if name not in (MANIFEST, CHECKSUM)]
     files = {name: File(sha256(folder / name), (folder / name).stat().st_size) for name in names}
-    manifest = dataclasses.replace(manifest, files=files)
+    manifest = dataclasses.replace(manifest, files=files, version=manifest.needs)
     manifest.check()
-    text = json.dumps(dataclasses.asdict(manifest), indent=1).encode()
+    text = json.dumps(manifest.as_data(), indent=1).encode()
     (folder / MANIFEST).write_bytes(text)
     (folder / CHECKSUM).write_text(hashlib.sha256(text).hexdigest())
     return manifest
@@ -217,8 +218,10 @@ def _checked(path: Path) -> Manifest:
     data = parse_json(text, str(path / MANIFEST))
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise UserError(f"{path} is no {FORMAT} bundle: {BUILD}")
-    if (version := data.get("version")) != VERSION:
-        raise UserError(f"{path} is a bundle of version {version}, and this program reads {VERSION}: {REBUILD}")
+    if (version := data.get("version")) not in range(WITHOUT_VIDEOS, VERSION + 1):
+        newer = "update this program, or " * (type(version) is int and version > VERSION)
+        known = f"{WITHOUT_VIDEOS} to {VERSION}"
+        raise UserError(f"{path} is a bundle of version {version}, and this program reads {known}: {newer}{REBUILD}")
     manifest = parse(Manifest, data, str(path / MANIFEST))
     try:
         manifest.check()

@@ -6,7 +6,7 @@ numpy and the standard library only: export writes it, the runtime reads it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -21,7 +21,8 @@ from engines.tokens import NO_TOKEN
 from engines.weights import Embedding, StoredWeights
 
 FORMAT = "unicache-edge"
-VERSION = 6
+VERSION = 7
+WITHOUT_VIDEOS = 6  # the version before them: what shows none is written as one of it, and older programs read it
 WEIGHTS = "weights.bin"
 
 
@@ -231,6 +232,18 @@ class Manifest:
     files: dict[str, File] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION
+
+    @property
+    def needs(self) -> int:
+        """The version of the first program that can read it."""
+        return VERSION if self.model.video else WITHOUT_VIDEOS
+
+    def as_data(self) -> dict[str, Any]:
+        """What is written: without what a program of the version that it needs does not know."""
+        data = asdict(self)
+        if self.model.video is None:
+            del data["model"]["video"]
+        return data
 
     @property
     def batch(self) -> int:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import pytest
 from engines import bundle
 from engines.bundle import CHECKSUM, MANIFEST, VERSION, WEIGHTS, TensorSpec, read
 from engines.errors import UserError
-from tests.engines.small_bundle import MODEL, TABLE, write
+from engines.layout import VideoStyle
+from engines.mrope import MRope
+from tests.engines.small_bundle import MODEL, TABLE, graphs, manifest, write
 
 
 def rewrite(out: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -113,7 +116,11 @@ def test_not_a_folder(tmp_path: Path) -> None:
         (b"[]", "no unicache-edge bundle"),
         (b"null", "no unicache-edge bundle"),
         (b'{"name": "a web app"}', "no unicache-edge bundle"),
-        (b'{"format": "unicache-edge", "version": 4}', f"is a bundle of version 4, and this program reads {VERSION}"),
+        (
+            b'{"format": "unicache-edge", "version": 4}',
+            rf"version 4, and this .* \d to {VERSION}: build it again",
+        ),
+        (b'{"format": "unicache-edge", "version": 99}', rf"version 99, .* {VERSION}: update this program, or build it"),
         (b'{"format": "unicache-edge", "version": %d}' % VERSION, "missing key"),
         (b'{"format": "unicache-edge", "version": true}', "is a bundle of version True"),
     ],
@@ -121,6 +128,33 @@ def test_not_a_folder(tmp_path: Path) -> None:
 def test_foreign_manifest(text: bytes, match: str, out: Path) -> None:
     put(out, text)
     refused(out, match)
+
+
+def test_what_shows_no_videos_is_read_by_programs_that_know_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned = graphs()
+    for name, tokens in (("prefill", 8), ("extend", 2)):
+        ids = TensorSpec("position_ids", "int32", [3, 1, tokens])
+        turned[name] = replace(turned[name], inputs=[*turned[name].inputs, ids])
+    layouts = [replace(layout, grid=[1, 6, 6]) for layout in MODEL.layouts]
+    model = replace(MODEL, layouts=layouts, mrope=MRope(), video=VideoStyle("<video>", "<v>", 4, 2))
+    level = manifest().levels["light"]
+    parts = {"graphs": turned, "levels": {"light": replace(level, buckets=level.buckets[:1])}}
+    written = {
+        "videos": write(tmp_path / "videos", model=model, **parts),
+        "none": write(tmp_path / "none", model=replace(model, video=None), **parts),
+    }
+    assert {name: (each.version, read(tmp_path / name).manifest == each) for name, each in written.items()} == {
+        "videos": (VERSION, True),
+        "none": (VERSION - 1, True),
+    }
+    assert "video" not in json.loads((tmp_path / "none" / MANIFEST).read_text())["model"]  # an unknown key, to them
+    rewrite(tmp_path / "none", change("model.video", None))  # as it was written for a time
+    assert read(tmp_path / "none").manifest == written["none"]
+    monkeypatch.setattr(bundle, "VERSION", VERSION - 1)
+    read(tmp_path / "none")
+    refused(tmp_path / "videos", f"version {VERSION}, .*: update this program, or build it again")
 
 
 def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
