@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engines import cuda, releases
+from engines import cuda, external, releases
 from engines.backend import Status, Tensors, check_feeds
 from engines.cuda import Array, Device
 from engines.cuda_session import CudaSession
@@ -102,8 +102,9 @@ class OrtSession:
             library: kernels of our operators (`engines/plugins/cpu_library.py`); without it their bodies run.
             stream: of CUDA, in whose order the graph is to run.
             arena: keep what a run has allocated for the next one.
-            mapped: read float weights where they are mapped, in every run. Else ONNX Runtime copies them, of each
-                graph anew, into the order and type that its products take, and is quicker.
+            mapped: read float weights where they are mapped, once for all sessions, in every run. Else ONNX Runtime
+                copies them, of each graph anew, into the order and type that its products take, and is quicker
+                (`backends.load` tells by how much).
 
         Raises:
             UserError: a file is missing, or ONNX Runtime refuses it.
@@ -116,6 +117,7 @@ class OrtSession:
         # rest of the machine (2 busy cores, demo prefill of 304 tokens: 303 ms spinning, 140 ms not, 143 ms on one).
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.enable_cpu_mem_arena = options.enable_mem_pattern = arena
+        self._weights = _shared(ort, options, self.path) if mapped else []
         if mapped:
             options.add_session_config_entry("session.disable_prepacking", "1")
         if threads is not None:
@@ -131,7 +133,9 @@ class OrtSession:
         try:
             settings = {CUDA: {"user_compute_stream": str(stream)}} if stream else {}
             chosen = [(name, settings[name]) if name in settings else name for name in providers()]
-            passes = ["ConstantFolding"] if mapped else []  # it would turn float16 into float32 once and for all
+            # Folding would turn float16 into float32 once and for all.
+            folded = not any(value.data_type() == "tensor(float16)" for value in self._weights)
+            passes = [] if folded else ["ConstantFolding"]
             self._session = ort.InferenceSession(str(path), options, providers=chosen, disabled_optimizers=passes)
         except Exception as error:  # every failure to load is a class of its own, without a common base
             raise UserError(f"{path}: ONNX Runtime {ort.__version__} cannot load it: {one_line(error)}") from error
@@ -187,12 +191,29 @@ class OrtCudaSession(CudaSession):
 
 
 def load(
-    path: Path, threads: int | None, library: Path | None, wanted: Collection[str], arena: bool = True
+    path: Path,
+    threads: int | None,
+    library: Path | None,
+    wanted: Collection[str],
+    arena: bool = True,
+    mapped: bool = False,
 ) -> OrtSession | OrtCudaSession:
     """A graph whose tensors stay on the GPU, but for the outputs `wanted` on the host, where that can be; see above."""
-    gpu = device()
-    opened = OrtSession(path, threads, library, gpu.stream if gpu else None, arena)
+    gpu, cpu = device(), providers()[0] != CUDA
+    opened = OrtSession(path, threads, library, gpu.stream if gpu else None, arena, mapped and cpu)
     return OrtCudaSession(opened, gpu, wanted) if gpu and opened.provider == CUDA else opened
+
+
+def _shared(ort: Any, options: Any, path: Path) -> list[Any]:
+    """Give a session the weights as they are mapped -> what has to live as long as it does."""
+    try:
+        arrays = external.mapped(path)
+    except (OSError, ValueError):
+        return []  # ONNX Runtime says what is wrong with the file
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}  # nothing is copied
+    for name, value in values.items():
+        options.add_initializer(name, value)
+    return [*values.values()]
 
 
 def _failed(title: str, error: Exception) -> BackendError:

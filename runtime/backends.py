@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import numpy as np
 
 from engines import cuda, ort, trt, trt_session
 from engines.backend import Session, Status
-from engines.bundle import REBUILD, Bundle
+from engines.bundle import REBUILD, Bundle, Graph
 from engines.cuda import Device
 from engines.errors import UserError
 from engines.plugins import store
 from engines.trt import AUTO, NAMES
 
+MANY = 256  # rows for which copying the weights into the order of a product is little beside the product
 PREFERRED = ("trt", "trt-rtx", "ort")  # by `auto`; asking for plans costs nothing where there is no GPU or none are
 
 
@@ -110,7 +112,8 @@ def load(
     session: Session
     if backend == "ort":
         own = library if described.operators else None
-        session = ort.load(bundle.file(described.file), threads, own, wanted, arena)
+        mapped = arena and _mapped(bundle, described)
+        session = ort.load(bundle.file(described.file), threads, own, wanted, arena, mapped)
     else:
         session = trt_session.load(backend, bundle, graph, wanted, library, captured=described.kind == "decode")
     for specs, declared in ((described.inputs, session.inputs), (described.outputs, session.outputs)):
@@ -120,3 +123,13 @@ def load(
                 what = f"{described.file} as {backend} loads it: {tensor!r} is {declared.get(tensor)} in the graph"
                 raise UserError(f"{what}, but {expected.get(tensor)} in the manifest: {REBUILD} --out {bundle.path}")
     return session
+
+
+def _mapped(bundle: Bundle, graph: Graph) -> bool:
+    """Whether a graph reads the weights where they are mapped, once for all graphs, rather than a copy of its own.
+
+    One row takes 2 % more time, 64 take 16 % more, and that much less the more there are. Codes of int8 and int4 have
+    to be copied, and float16 turned into float32.
+    """
+    rows = {math.prod(spec.shape[:2]) for spec in graph.inputs if spec.name in ("embedding", "embeddings")}
+    return bundle.manifest.weights.dtype == "float32" and any(n == 1 or n >= MANY for n in rows)

@@ -25,6 +25,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,23 @@ from needles import Needle, haystack, places
 from reporting import check_folder, choice, write
 
 NOTHING = "none"  # the method that drops nothing, as `off`
+WINDOW = (
+    8  # queries that score the tokens in `balanced` and `extreme`; kvpress's own default is 64, longer than a question
+)
 
 
 def presses() -> dict[str, Callable[[float], Any]]:
-    """Name -> press of a share of tokens that is dropped, by kvpress's defaults."""
+    """Name -> press of a share of tokens that is dropped, by kvpress's defaults; SnapKV with our window too."""
     try:
         import kvpress as k  # type: ignore[import-not-found]
     except ModuleNotFoundError:
         raise UserError("kvpress is not here: it needs an environment of its own, see --help") from None
-    return {"SnapKV": k.SnapKVPress, "ExpectedAttention": k.ExpectedAttentionPress, "KeyDiff": k.KeyDiffPress}
+    return {
+        "SnapKV": k.SnapKVPress,
+        f"SnapKV of {WINDOW}": partial(k.SnapKVPress, window_size=WINDOW),
+        "ExpectedAttention": k.ExpectedAttentionPress,
+        "KeyDiff": k.KeyDiffPress,
+    }
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from engines import bundle as bundles
 from engines import cuda, ort, trt
 from engines.bundle import Bundle, Library
 from engines.errors import UserError, command
+from engines.ort import OrtSession
 from engines.plugins import cuda_library, store
 from runtime import backends
 from runtime.__main__ import main
@@ -33,6 +34,30 @@ def changed(bundle: Bundle, change: Callable[[bundles.Plan], bundles.Plan], libr
     plans = [change(plan) for plan in bundle.manifest.plans]
     manifest = dataclasses.replace(bundle.manifest, plans=plans, libraries=libraries)
     return Bundle(bundle.path, bundles.seal(bundle.path, manifest))
+
+
+def test_float32_is_mapped_where_that_takes_little_time(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = bundles.read(bundle_path)
+
+    def kinds(dtype: str) -> set[str]:
+        """Of graphs that read the mapped weights."""
+        weights = dataclasses.replace(bundle.manifest.weights, dtype=dtype)
+        known = dataclasses.replace(bundle.manifest, weights=weights)
+        opened: dict[str, bool] = {}
+
+        def opens(path: Path, threads: int, library: Any, wanted: Any, arena: bool, mapped: bool) -> OrtSession:
+            opened[path.name] = mapped
+            return OrtSession(path, threads)
+
+        monkeypatch.setattr(ort, "load", opens)
+        for name in known.graphs:
+            backends.load(Bundle(bundle.path, known), name, 1)
+        return {graph.kind for graph in known.graphs.values() if opened[graph.file]}
+
+    assert kinds("float32") == {"decode"}  # the toy's prompts are short
+    assert kinds("float16") == kinds("int8") == kinds("int4") == set()
+    monkeypatch.setattr(backends, "MANY", 1)
+    assert kinds("float32") == {"prefill", "extend", "decode"}
 
 
 def test_auto_takes_plans_where_they_run(planned: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

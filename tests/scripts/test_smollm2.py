@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
 import zlib
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import english
+import runtime
 import smollm2
-from calibration.replay import Replay, observers, read
 from engines.bundle import FORMAT, MANIFEST
 from engines.errors import UserError
-from export import checkpoint as checkpoints
-from export import recipe as recipes
+from export import build
+from runtime.generate import Request, whole
+from runtime.sampling import GREEDY
 
 
 def test_what_is_missing_is_told_and_nothing_is_written(
@@ -78,20 +80,30 @@ def test_the_checkpoint_answers(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_uncompressed_2000_tokens_are_hugging_faces(checkpoint: Path) -> None:
-    """Python's own documentation: 1536 tokens are prefilled, the others read behind them from the cache."""
-    from pydoc_data.topics import topics
-
-    prompt, tokens = 1536, 2000
-    loaded, off = checkpoints.load(checkpoint), recipes.load("off")
-    ids = loaded.processor.tokenizer("\n".join(sorted(topics.values(), key=len)[-2:]))["input_ids"][:tokens]
-    room = dataclasses.replace(off.window, least=tokens - prompt, most=tokens - prompt)
-    replay = Replay(loaded.decoder, dataclasses.replace(off, window=room), prompt)
+def test_2000_tokens_through_a_bundle_are_hugging_faces(checkpoint: Path, tmp_path: Path) -> None:
+    """Python's own documentation: prefill reads most of it and a shorter text, extend a chunk, decode the rest."""
+    prompt, tokens, shorter = 1872, 2000, 700
+    options = ["--recipe", "off", "--buckets", str(prompt), "--no-report", "--jobs", "1"]
+    assert build.main([str(checkpoint), *options, "--out", str(tmp_path / "bundle")]) == 0
+    vlm = runtime.open(tmp_path / "bundle", threads=1)
+    text = "\n".join(sorted(topics.values(), key=len)[-2:])
+    ids = vlm.tokenizer.encode(text, add_special_tokens=False).ids[:tokens]
+    begun = prompt + vlm.bundle.manifest.levels["off"].buckets[0].chunk
+    own, stats = dict[int, np.ndarray](), vlm.stats("off")  # number of tokens read -> logits of the next
+    for count in (shorter, prompt, begun):
+        request = Request(ids[:count], [], "off", 1, False, False, GREEDY)
+        context = whole(vlm.read(request, stats))
+        own[count] = context.logits[0]
+    assert "extend" in stats.seconds
+    for count in range(begun, tokens):
+        assert whole(vlm.advance(context, ids[count], request, stats)) == ""
+        own[count + 1] = context.logits[0]
+    del vlm
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="sdpa").eval()
     with torch.no_grad():
-        own = replay.score(loaded, read(loaded, ids[:prompt], observers(off, prompt)), ids[prompt:])
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="sdpa").eval()
-        theirs = model(torch.tensor([ids[:-1]])).logits[0, prompt - 1 :].log_softmax(dim=-1)
-    assert own.shape == theirs.shape == (tokens - prompt, 49_152)
-    apart = (own - theirs).abs().max().item()
-    print(f"log probabilities differ by {apart:.1e} nats at most")
+        theirs = model(torch.tensor([ids])).logits[0, [count - 1 for count in own]].log_softmax(dim=-1)
+    logits = torch.from_numpy(np.stack([*own.values()]))
+    assert logits.shape == theirs.shape == (3 + tokens - begun, 49_152)
+    apart = (logits.log_softmax(dim=-1) - theirs).abs().max().item()
+    print(f"log probabilities of {len(own)} tokens differ by {apart:.1e} nats at most")
     assert apart < 1e-3
