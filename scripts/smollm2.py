@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         save(temporary)
         temporary.chmod(0o755)
+        for file in temporary.iterdir():  # safetensors makes its own for nobody else's eyes
+            file.chmod(0o644)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
