@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -85,10 +86,10 @@ def _file(path: Path) -> np.memmap:
 
 
 def _external(tensor: memoryview) -> External | None:
-    fields = dict(_fields(tensor))
+    fields: dict[int, Any] = dict(_fields(tensor))
     if fields.get(LOCATION) != OUTSIDE or fields.get(DATA_TYPE) not in DTYPES:
         return None
-    entries = [dict(_fields(entry)) for entry in _all(tensor, EXTERNAL)]  # a key and a value each
+    entries: list[dict[int, Any]] = [dict(_fields(entry)) for entry in _all(tensor, EXTERNAL)]  # a key and a value each
     place = {bytes(entry[1]).decode(): bytes(entry[2]).decode() for entry in entries}
     if Path(place["location"]).name != place["location"]:
         return None

@@ -39,7 +39,7 @@ def changed(bundle: Bundle, change: Callable[[bundles.Plan], bundles.Plan], libr
 def test_float32_is_mapped_where_that_takes_little_time(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = bundles.read(bundle_path)
 
-    def kinds(dtype: str) -> set[str]:
+    def kinds(dtype: Any) -> set[str]:
         """Of graphs that read the mapped weights."""
         weights = dataclasses.replace(bundle.manifest.weights, dtype=dtype)
         known = dataclasses.replace(bundle.manifest, weights=weights)
