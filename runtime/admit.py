@@ -171,14 +171,18 @@ class Admission:
         rest = [name for name in others if name not in allowed]
         tries = [*((name, HIGH) for name in allowed), *((name, 1.0) for name in (*reversed([own, *allowed]), *rest))]
         share = memory.in_use(needs[own]) / memory.budget
-        for name, most in tries:
-            if reserved := memory.reserve(needs[name], most):
-                memory.pressed += name != own
-                why = f"with {own}, {share:.0%} of the memory budget would be in use (more than {limit:.0%})"
-                if name == own:
-                    why += ", and no heavier level is right for this prompt" if others else ", and no level is heavier"
-                return name, why, reserved
-        raise self._refusal(min(needs.values(), key=memory.in_use))
+
+        def taken() -> tuple[str, Reservation] | None:
+            return next(((name, room) for name, most in tries if (room := memory.reserve(needs[name], most))), None)
+
+        if not (found := memory.sure(taken)):
+            raise self._refusal(min(needs.values(), key=memory.in_use))
+        name, reserved = found
+        memory.pressed += name != own
+        why = f"with {own}, {share:.0%} of the memory budget would be in use (more than {limit:.0%})"
+        if name == own:
+            why += ", and no heavier level is right for this prompt" if others else ", and no level is heavier"
+        return name, why, reserved
 
     def moved(self, request: Request) -> Request | None:
         """A request that goes on at another level, if there is room for that."""
@@ -210,8 +214,9 @@ class Admission:
         if held and request.context is None:
             text, views = request.text, self._manifest.levels[request.level].seen(request.layouts)
             tokens = text + sum(view.tokens for view in views)
-            if not self.memory.change(held, state := self._state(request.level, tokens, text, request.room)):
-                raise self._refusal(state)
+            state = self._state(request.level, tokens, text, request.room)
+            if not self.memory.sure(lambda: self.memory.change(held, state), held):
+                raise self._refusal(state, held)
         return replace(request, reserved=self.hold(self.need(request, request.level, decoding)))
 
     def file(self, path: Path) -> Reservation:
@@ -235,7 +240,7 @@ class Admission:
         Raises:
             OverBudget: there is none.
         """
-        if reserved := self.memory.reserve(need):
+        if reserved := self.memory.sure(lambda: self.memory.reserve(need)):
             return reserved
         raise self._refusal(need)
 
@@ -247,14 +252,15 @@ class Admission:
         seen, tokens = (sum(each.tokens for each in some) for some in (level.views.values(), layouts))
         return 1 - min(kept / longest.length, 1) * (seen / tokens if layouts else 1)
 
-    def _refusal(self, need: Need) -> OverBudget:
+    def _refusal(self, need: Need, own: Reservation | None = None) -> OverBudget:
         memory = self.memory
         memory.refused += 1
-        waits = memory.busy and memory.alone(need) <= memory.budget
+        busy = memory.busy(own)
+        waits = busy and memory.alone(need) <= memory.budget
         used, wanted = memory.in_use(), memory.in_use(need)
         advice = "try again when others have ended" if waits else (
             "give smaller or fewer images, less text, or a budget of at least  "
-            + _told(max(memory.alone(need), 0 if memory.busy else wanted))
+            + _told(max(memory.alone(need), 0 if busy else wanted))
         )  # fmt: skip
         return OverBudget(
             f"this takes {size(wanted - used)}, and {size(used)} of the memory budget of {size(memory.budget)} are in "

@@ -14,16 +14,17 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from engines.errors import UserError
 
 if TYPE_CHECKING:
     from engines.backend import Session
 
+T = TypeVar("T")
 MIB = 2**20
 UNITS = {"": 1} | {f"{letter}i": 1024**power for power, letter in enumerate("kmgt", 1)}
 UNITS |= {letter: 1000**power for power, letter in enumerate("kmgt", 1)}
@@ -129,12 +130,14 @@ class Memory:
         loaded: graphs; one at a time is loaded, by who holds `loading`.
         heavy: whether use was over 80 % of the budget and has not been under 60 % since.
         refused, pressed: requests that found no room, and that were answered at a heavier level.
+        others: whether someone holds memory that is not reserved, and will give it back.
     """
 
     def __init__(self, budget: int, costs: Mapping[str, Cost]) -> None:
         self.budget, self.costs = budget, costs
         self.loaded: dict[str, Session] = {}
         self.heavy, self.refused, self.pressed = False, 0, 0
+        self.others: Callable[[], bool] = lambda: False
         self._live: weakref.WeakSet[Reservation] = weakref.WeakSet()
         self._lock, self.loading = threading.RLock(), threading.Lock()
         self._clock = itertools.count()
@@ -143,11 +146,14 @@ class Memory:
         settle()
         self.base = resident()
 
-    @property
-    def busy(self) -> bool:
-        """Whether anything is reserved."""
+    def busy(self, own: Reservation | None = None) -> bool:
+        """Whether memory will be given back: by someone else than who asks and has this reserved."""
         with self._lock:
-            return any(each.need.bytes or each.need.graphs for each in self._live)
+            return any(each.need.bytes or each.need.graphs for each in self._live if each is not own) or self.others()
+
+    def sure(self, take: Callable[[], T], own: Reservation | None = None) -> T:
+        """What `take` gives; once more where it finds no room, and what was in its way has left meanwhile."""
+        return take() if not (taken := take()) and not self.busy(own) else taken
 
     def alone(self, need: Need) -> int:
         """Bytes in use if nothing else were."""

@@ -212,7 +212,7 @@ def build(folder: Path, config: LlavaConfig | None = None) -> Path:
     model = checkpoint(folder / "checkpoint", config or configuration())
     line = [sys.executable, ROOT / "export" / "build.py", model, "--recipe", "off", "--buckets", 96, "--jobs", 1]
     line += ["--out", folder / "bundle"]
-    if code := subprocess.run([str(part) for part in line], stdout=sys.stderr).returncode:
+    if code := subprocess.run([str(part) for part in line], stdout=2).returncode:
         raise UserError(f"the bundle could not be built (exit code {code}): see above")
     return folder / "bundle"
 

@@ -131,7 +131,7 @@ def build(folder: Path, images: Sequence[int], pruned: Sequence[int], layers: in
         recipe = folder / f"{level_of(share)}.toml"
         recipe.write_text(RECIPE.format(keep=1 - share / 100))
         line += ["--recipe", recipe]
-    if code := subprocess.run([str(part) for part in line], stdout=sys.stderr).returncode:
+    if code := subprocess.run([str(part) for part in line], stdout=2).returncode:
         raise UserError(f"the bundle could not be built (exit code {code}): see above")
     return folder / "bundle"
 

@@ -51,6 +51,7 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
     if memory := levels.memory:
         metrics.gauge("memory_budget_bytes", "Memory that the process may take", lambda: memory.budget)
         metrics.gauge("memory_in_use_bytes", "Resident or reserved", memory.in_use)
+        memory.others = lambda: worker.here > 1  # one that waits has its images in memory, and nothing reserved
         metrics.counter("memory_refused", "Requests that found no room", lambda: memory.refused)
         metrics.counter("memory_heavier", "Requests that got a heavier level for room", lambda: memory.pressed)
 
@@ -95,7 +96,7 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
     async def chat(request: Request) -> Response:
         leave = worker.enter()
         try:
-            room = Room(levels.memory, lambda: worker.here > 1)
+            room = Room(levels.memory)
             asked = await worker.arriving(read(request, limits, room, names))
             room.release()  # what it took is in memory, and counted there
             level, reason = levels.level(asked.request.model)

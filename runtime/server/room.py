@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from starlette.requests import Request
 from starlette.types import Message
 
@@ -25,12 +23,8 @@ PIECE = 2048  # bytes of Python's for each value of a request that is read, or w
 class Room:
     """Grows with what comes. Given back by `release`, or when nobody holds it any more."""
 
-    def __init__(self, memory: Memory | None, others: Callable[[], bool]) -> None:
-        """
-        Args:
-            others: whether other requests are here, and will leave.
-        """
-        self._memory, self._others, self._bytes = memory, others, 0
+    def __init__(self, memory: Memory | None) -> None:
+        self._memory, self._bytes = memory, 0
         self._reserved: Reservation | None = None
 
     def take(self, count: int) -> None:
@@ -42,14 +36,16 @@ class Room:
         if (memory := self._memory) is None:
             return
         need = Need(frozenset(), self._bytes + count)
-        if self._reserved is None:
-            fits = (reserved := memory.reserve(need)) is not None
-            self._reserved = reserved
-        else:
-            fits = memory.change(self._reserved, need)
-        if not fits:
+
+        def fits() -> bool:
+            if self._reserved:
+                return memory.change(self._reserved, need)
+            self._reserved = memory.reserve(need)
+            return self._reserved is not None
+
+        if not memory.sure(fits, self._reserved):
             memory.refused += 1
-            if memory.alone(need) > memory.budget or not self._others():
+            if memory.alone(need) > memory.budget or not memory.busy(self._reserved):
                 message = (
                     f"reading this request takes {size(need.bytes)}, more than the memory budget of "
                     f"{size(memory.budget)} has left: send less, or serve with a larger --memory-budget"

@@ -33,7 +33,7 @@ def build(checkpoint: str, out: Path, precision: str, kv: str, prompt: list[int]
         file = out / "kv_scales.json"
         file.write_text(json.dumps({"scales": scales(checkpoint, prompt), "qmax": QMAX}))
         line += ["--extra_options", f"kv_cache_quant_scheme={kv}_per_channel", f"kv_cache_scale_file={file}"]
-    subprocess.run(line, check=True, stdout=sys.stderr)
+    subprocess.run(line, check=True, stdout=2)
 
 
 def scales(checkpoint: str, prompt: list[int]) -> dict[str, list[list[float]]]:

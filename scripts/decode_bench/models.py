@@ -144,7 +144,7 @@ def bundle(model: Model, weights: str, levels: list[str], contexts: list[int], h
         line += ["--buckets", *sorted({SHORT, *contexts}), "--guard", "off", "--no-report", "--jobs", 1]
         line += [part for file in files for part in ("--recipe", file)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
-        done = subprocess.run([str(part) for part in line], env=environment, stdout=sys.stderr)
+        done = subprocess.run([str(part) for part in line], env=environment, stdout=2)
     if done.returncode:
         raise UserError(f"the bundle of {model.name} could not be built (exit code {done.returncode}): see above")
     return out

@@ -62,7 +62,9 @@ def measured(checkpoint: Checkpoint, known: list[sampling.Sample]) -> AttentionM
 
 
 def by_hugging_face(folder: Path, checkpoint: Checkpoint, sample: sampling.Sample) -> Seen:
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     inputs = sampling.model_inputs(checkpoint, sample)
     inputs.pop("mm_token_type_ids", None)
     ids = inputs.pop("input_ids")

@@ -27,7 +27,7 @@ def test_entropy_is_that_of_hugging_faces_attention(folder: Path) -> None:
     calls: list[None] = []
     got = entropy.attention_entropy(checkpoint, known, lambda: calls.append(None))
     assert len(calls) == len(known)
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     found: list[list[float]] = [[] for _ in got]
     for sample in known:
         with torch.no_grad():

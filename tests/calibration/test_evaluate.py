@@ -52,7 +52,9 @@ def prompts(checkpoint: Checkpoint) -> list[Prompt]:
 @pytest.fixture(scope="module")
 def generated(folder: Path, prompts: list[Prompt]) -> list[list[int]]:
     """Hugging Face's greedy answers, the end token ignored."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     model.generation_config.eos_token_id = None
     config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
     with torch.no_grad():

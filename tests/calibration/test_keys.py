@@ -37,7 +37,7 @@ def test_statistics_are_those_of_hugging_faces_cache(folder: Path, reach: int) -
     calls: list[None] = []
     statistics = keys.key_statistics(checkpoint, known, lambda: calls.append(None), reach=reach)
     assert len(calls) == len(known) == 2
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     prompts = [samples.model_inputs(checkpoint, sample) for sample in known]
     starts = [0, max(0, reach - prompts[1]["input_ids"].shape[1])]
     cached = [cached_keys(model, prompt, start) for prompt, start in zip(prompts, starts, strict=True)]
@@ -52,7 +52,7 @@ def test_statistics_are_those_of_hugging_faces_cache(folder: Path, reach: int) -
 
 def test_rows_are_those_of_the_cache_keys_and_values_of_the_same_tokens(folder: Path) -> None:
     checkpoint, known = checkpoints.load(folder), samples.read(folder / "samples")
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     caches = []
     for sample in known:
         with torch.no_grad():

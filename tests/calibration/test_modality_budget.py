@@ -63,7 +63,7 @@ def test_densities_are_what_loops_find(
     folder: Path, checkpoint: Checkpoint, samples: list[sampling.Sample], measured: AttentionMap
 ) -> None:
     """By Hugging Face's cache of the prompt with its answer behind it: the map reads both."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = checkpoint.processor.tokenizer
     cosines: dict[tuple[int, int], list[float]] = {}
     for sample in samples:

@@ -319,11 +319,11 @@ class OnnxRuntime:
     def get_available_providers(self) -> list[str]:
         return ["CUDAExecutionProvider", "CPUExecutionProvider"]
 
-    def InferenceSession(self, path: str, options: Any, providers: list[Any]) -> Any:
+    def InferenceSession(self, path: str, options: Any, providers: list[Any], **passes: Any) -> Any:
         (cuda_provider, settings), cpu = providers
         assert (cuda_provider, cpu) == ("CUDAExecutionProvider", "CPUExecutionProvider")
         stream, standin = int(settings["user_compute_stream"]), self.standin
-        session = onnxruntime.InferenceSession(path, options, providers=[cpu])
+        session = onnxruntime.InferenceSession(path, options, providers=[cpu], **passes)
 
         class Session:
             get_inputs, get_outputs, io_binding = session.get_inputs, session.get_outputs, session.io_binding

@@ -71,7 +71,7 @@ def test_mistakes_are_one_line_and_the_chat_goes_on(
     assert out.startswith(f"{answer}\nlevel tight; ")
     assert session.context
     assert f"; {session.context.position} tokens read; KV " in out
-    told = ("nowhere.png: no such image", "/save needs a file", "nothing to save", "no session, or damaged",
+    told = ("nowhere.png: no such file", "/save needs a file", "nothing to save", "no session, or damaged",
             "unknown command /what: /image, /save, /load, /reset", "1 image placeholder")  # fmt: skip
     assert len(err.splitlines()) == len(told)
     for line, part in zip(err.splitlines(), told, strict=True):

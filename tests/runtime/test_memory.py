@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import runtime
 from engines.errors import UserError
 from runtime import memory
-from runtime.memory import MIB, Cost, Memory, Need, parse_size
+from runtime.memory import MIB, Cost, Memory, Need, Reservation, parse_size
 from tests.runtime.budgeted import bare
 
 if not Path("/proc/self/statm").exists():
@@ -113,3 +113,27 @@ class Freed(dict):
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
         self.process.resident -= 20 * MIB
+
+
+def test_room_that_is_found_free_when_it_is_looked_for_again(process: SimpleNamespace) -> None:
+    """Who was in the way has left while it was looked for: that is no reason to say that there will never be room."""
+    ledger, need = Memory(300 * MIB, {}), Need(frozenset(), 60 * MIB)
+    held = ledger.reserve(Need(frozenset(), 150 * MIB))
+    assert held
+    tried = []
+
+    def take() -> Reservation | None:
+        found = ledger.reserve(need)
+        tried.append(found)
+        if len(tried) == 2:
+            held.release()  # after it was in the way
+        return found
+
+    assert ledger.sure(take) is None  # it still holds its room
+    assert len(tried) == 1
+    assert ledger.sure(take)
+    assert len(tried) == 3
+    ledger.others = lambda: True  # they hold memory without having reserved it
+    assert ledger.sure(lambda: tried.append(None)) is None
+    assert len(tried) == 4
+    assert ledger.busy()

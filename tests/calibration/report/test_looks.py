@@ -55,7 +55,9 @@ def test_attention_on_patches_is_hugging_faces(
 ) -> None:
     sample = known[number]
     seen = looks.look(checkpoint, sample)
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     inputs = model_inputs(checkpoint, sample)
     answer = checkpoint.processor.tokenizer.convert_tokens_to_ids(sample.answer.split())
     ids = torch.cat([inputs["input_ids"], torch.tensor([answer])], dim=1)
