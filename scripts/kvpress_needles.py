@@ -51,12 +51,33 @@ def presses() -> dict[str, Callable[[float], Any]]:
         import kvpress as k  # type: ignore[import-not-found]
     except ModuleNotFoundError:
         raise UserError("kvpress is not here: it needs an environment of its own, see --help") from None
-    return {
+    made = {
         "SnapKV": k.SnapKVPress,
         f"SnapKV of {WINDOW}": partial(k.SnapKVPress, window_size=WINDOW),
         "ExpectedAttention": k.ExpectedAttentionPress,
         "KeyDiff": k.KeyDiffPress,
     }
+    return {name: scoring_once(press) for name, press in made.items()}
+
+
+def scoring_once(make: Callable[[float], Any]) -> Callable[[float], Any]:
+    """The same presses; of several that are given the same, the first one scores it, which takes longest."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def made(dropped: float) -> Any:
+        press = make(dropped)
+        score = press.score
+
+        def once(module: Any, hidden: Tensor, *rest: Any) -> Tensor:
+            before = known.get(module.layer_idx)
+            if before is None or before[0] is not hidden:
+                known[module.layer_idx] = before = hidden, score(module, hidden, *rest)
+            return before[1]
+
+        press.score = once
+        return press
+
+    return made
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,3 +75,24 @@ def test_without_kvpress_it_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "kvpress", None)
     with pytest.raises(UserError, match="an environment of its own"):
         kvpress_needles.presses()
+
+
+def test_levels_of_a_method_share_its_scores() -> None:
+    scored: list[tuple[int, str]] = []
+
+    class Press:
+        def __init__(self, dropped: float):
+            self.dropped = dropped
+
+        def score(self, module: Any, hidden: str) -> str:
+            scored.append((module.layer_idx, hidden))
+            return f"{hidden} in layer {module.layer_idx}"
+
+    make = kvpress_needles.scoring_once(Press)
+    layers = [SimpleNamespace(layer_idx=index) for index in range(2)]
+    for hidden in ("one", "other"):
+        for dropped in (0.5, 0.9):
+            press = make(dropped)
+            assert press.dropped == dropped
+            assert [press.score(layer, hidden) for layer in layers] == [f"{hidden} in layer {i}" for i in range(2)]
+    assert scored == [(0, "one"), (1, "one"), (0, "other"), (1, "other")]
