@@ -120,9 +120,10 @@ def measure(name: str, folder: Path, options: Sequence[str]) -> Row:
     if child.returncode:
         raise UserError(f"{name} could not be built (exit code {child.returncode}): see above")
     manifest = bundles.read(folder / f"{name}.bundle").manifest
+    model = random_checkpoint.skeleton(random_checkpoint.configuration(name))
     return Row(
         name,
-        sum(parameter.numel() for parameter in random_checkpoint.skeleton(name).parameters()),
+        sum(parameter.numel() for parameter in model.parameters()),
         sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")),
         seconds,
         after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,

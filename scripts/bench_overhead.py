@@ -19,7 +19,6 @@ import installed  # noqa: F401
 
 import argparse
 import itertools
-import json
 import subprocess
 import sys
 import tempfile
@@ -190,21 +189,11 @@ def configuration(
 
 def checkpoint(folder: Path, config: LlavaConfig) -> Path:
     """Random weights, with the demo model's tokenizer and as many more words as it takes."""
-    import torch
-    from transformers import LlavaForConditionalGeneration
-
+    import random_checkpoint
     from demo_vlm.saving import build_processor
 
-    torch.manual_seed(0)
     vision = config.to_dict()["vision_config"]
-    build_processor(vision["image_size"], vision["patch_size"]).save_pretrained(folder)
-    file = folder / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    known = tokenizer["model"]["vocab"]
-    known |= {f"word{i}": i for i in range(len(known), config.to_dict()["text_config"]["vocab_size"])}
-    file.write_text(json.dumps(tokenizer))
-    LlavaForConditionalGeneration(config).bfloat16().save_pretrained(folder)
-    return folder
+    return random_checkpoint.save(folder, config, build_processor(vision["image_size"], vision["patch_size"]))
 
 
 def build(folder: Path, config: LlavaConfig | None = None) -> Path:

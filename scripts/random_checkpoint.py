@@ -1,6 +1,6 @@
 """Checkpoints of real sizes with random weights: what a build takes does not depend on what the weights are.
 
-Written tensor by tensor, in bfloat16: the weights are never all in memory.
+Written tensor by tensor: the weights are never all in memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 SHARD = 500 * 10**6  # bytes of a file; one tensor may be more
 SPREAD = 0.02  # of the weights
+DTYPE = "bfloat16"  # theirs
 SAMPLES, SIDE = 4, 448  # pictures to calibrate with, and their height and width
 IMAGE = "<image>"
 TURN = "{% for m in messages %}{{ m['role'] }} :{% for c in m['content'] %}{% if c['type'] == 'image' %}"
@@ -49,10 +49,6 @@ class Size:
     placeholder: str
     processor: Callable[[Any], Any]
     ids: dict[str, str]
-
-    @property
-    def words(self) -> int:
-        return int(self.config["text_config"]["vocab_size"])
 
 
 def _smolvlm(edge: int, tokens: int) -> Callable[[Any], Any]:
@@ -157,14 +153,13 @@ SIZES: dict[str, Size] = {
 
 
 def _tokenizer(size: Size) -> Any:
-    """The demo's words, and as many more as the model has."""
+    """The demo's words."""
     import transformers
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     known = dict.fromkeys([*special, *size.special, *(word for word in TOKEN_IDS if word not in special)])
-    words = [*known, *(f"word{i}" for i in range(size.words))][: size.words]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in [*special, *size.special]])
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -187,29 +182,47 @@ def configuration(name: str) -> Any:
     return transformers.AutoConfig.for_model(size.config["model_type"], **settings, **ids)
 
 
-def skeleton(name: str) -> Any:
+def skeleton(config: Any, dtype: str = DTYPE) -> Any:
     """The model without its weights: every one has its shape, on PyTorch's `meta` device."""
     import torch
     import transformers
 
+    kinds = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     with torch.device("meta"):
-        return transformers.AutoModelForImageTextToText.from_config(configuration(name), dtype=torch.bfloat16)
+        return kinds[hasattr(config, "vision_config")].from_config(config, dtype=getattr(torch, dtype))
 
 
 def write(folder: Path, name: str) -> Path:
     """A checkpoint of one of `SIZES`, with some samples."""
     size = SIZES[name]
-    folder.mkdir(parents=True, exist_ok=True)
     processor = size.processor(_tokenizer(size))
     processor.chat_template = (
         TURN + size.placeholder + "{% else %} {{ c['text'] }}{% endif %}{% endfor %} {% endfor %}assistant :"
     )
+    save(folder, configuration(name), processor)
+    _write_samples(folder / "samples")
+    return folder
+
+
+def save(folder: Path, config: Any, processor: Any, dtype: str = DTYPE) -> Path:
+    """A checkpoint of any configuration.
+
+    Args:
+        processor: or tokenizer, of words; it gets as many more as the model has.
+        dtype: of the weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     processor.save_pretrained(folder)
-    model = skeleton(name)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    words = tokenizer["model"]["vocab"]
+    words |= {f"word{i}": i for i in range(len(words), config.get_text_config().vocab_size)}
+    file.write_text(json.dumps(tokenizer))
+    model = skeleton(config, dtype)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
     _write_weights(folder, model)
-    _write_samples(folder / "samples")
     return folder
 
 
@@ -217,33 +230,34 @@ def _write_weights(folder: Path, model: Any) -> None:
     from safetensors.torch import save_file
 
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+    weights = {name: weight for name, weight in model.state_dict().items() if name not in tied}
     parts: list[list[str]] = [[]]
     filled = 0
-    for name, shape in shapes.items():
-        filled += 2 * prod(shape)
+    for name, weight in weights.items():
+        filled += weight.nbytes
         if parts[-1] and filled > SHARD:
             parts.append([])
-            filled = 2 * prod(shape)
+            filled = weight.nbytes
         parts[-1].append(name)
     where, seeds = dict[str, str](), itertools.count()
     for number, part in enumerate(parts, 1):
-        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
-        save_file({name: _weight(name, shapes[name], next(seeds)) for name in part}, folder / file, {"format": "pt"})
+        file = f"model-{number:05}-of-{len(parts):05}.safetensors" if len(parts) > 1 else "model.safetensors"
+        save_file({name: _weight(name, weights[name], next(seeds)) for name in part}, folder / file, {"format": "pt"})
         where |= dict.fromkeys(part, file)
-    total = 2 * sum(map(prod, shapes.values()))
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    if len(parts) > 1:
+        total = sum(weight.nbytes for weight in weights.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def _weight(name: str, like: Tensor, seed: int) -> Tensor:
     """Random; what multiplies a row as a whole is 1, and what is added to one 0."""
     import torch
 
-    if len(shape) < 2:
-        return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=torch.bfloat16)
+    if like.ndim < 2:
+        return (torch.zeros if name.endswith("bias") else torch.ones)(like.shape, dtype=like.dtype)
     generator = torch.Generator().manual_seed(seed)
-    return torch.empty(shape, dtype=torch.bfloat16).normal_(0, SPREAD, generator=generator)
+    return torch.empty(like.shape, dtype=like.dtype).normal_(0, SPREAD, generator=generator)
 
 
 def _write_samples(folder: Path) -> None:

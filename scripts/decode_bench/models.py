@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -42,9 +41,9 @@ def llama(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, words: 
     """Writes a Llama of these sizes and random weights, with the demo model's tokenizer and as many words more."""
 
     def make(folder: Path) -> None:
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaConfig
 
+        import random_checkpoint
         from demo_vlm.saving import build_processor
 
         config = LlamaConfig(
@@ -52,16 +51,9 @@ def llama(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, words: 
             num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=hidden // heads,
             max_position_embeddings=positions, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         )  # fmt: skip
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
         tokenizer = build_processor().tokenizer
         tokenizer.chat_template = TEMPLATE
-        tokenizer.save_pretrained(folder)
-        file = folder / "tokenizer.json"
-        known = json.loads(file.read_text())
-        vocabulary = known["model"]["vocab"]
-        vocabulary |= {f"word{i}": i for i in range(len(vocabulary), words)}
-        file.write_text(json.dumps(known))
+        random_checkpoint.save(folder, config, tokenizer, "float32")
 
     return make
 

@@ -58,7 +58,8 @@ def test_workers_count_too() -> None:
 
 @pytest.mark.parametrize(("name", "published"), [("smolvlm-256m", 256_484_928), ("qwen2-vl-2b", 2_208_985_600)])
 def test_models_have_as_many_parameters_as_those_they_are_called_after(name: str, published: int) -> None:
-    assert sum(parameter.numel() for parameter in random_checkpoint.skeleton(name).parameters()) == published
+    model = random_checkpoint.skeleton(random_checkpoint.configuration(name))
+    assert sum(parameter.numel() for parameter in model.parameters()) == published
 
 
 def test_a_random_checkpoint_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
