@@ -13,26 +13,23 @@ import installed  # noqa: F401
 
 # isort: split
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 from rich.progress import track
 
 import runtime
 from engines import bundle as bundles
-from engines.errors import Parser, UserError, command, positive
+from engines.errors import UserError, command
 from figures import Figures, typed
-from reporting import check_folder, choice
+from reporting import QUESTION, answering, choice
 from runtime.generate import Result
 from runtime.model import VLM
 from runtime.sampling import Sampling
 from runtime.scheduler import Scheduler
 
-QUESTION = "is there a red circle in the image ?"
 NOTE = "Medians, one thread; a ratio is the median of those of each time. Decoding: without reading the prompts."
 READING = ("load", "images", "vision", "prefill", "extend")
 
@@ -76,21 +73,9 @@ def compare(vlm: VLM, rows: int, tokens: int, times: int) -> list[str]:
     return line
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bundle", type=Path, help="built with --batch")
-    parser.add_argument("--levels", metavar="A,B", help="default: all")
-    parser.add_argument("--tokens", type=positive, default=60, metavar="N", help="of an answer; default: 60")
-    parser.add_argument("--times", type=positive, default=7, metavar="N", help="measured; default: 7")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
-    arguments = parser.parse_args(argv)
-    check_folder(arguments.json, "--json")
-    return arguments
-
-
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _arguments(argv)
+    arguments = answering(__doc__, argv, tokens=60, times=7)
     manifest = bundles.read(arguments.bundle).manifest
     if manifest.batch == 1:
         raise UserError(f"{arguments.bundle} decodes one request at a time: build it with --batch 4")

@@ -15,12 +15,10 @@ import installed  # noqa: F401
 
 # isort: split
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -30,13 +28,12 @@ from rich.progress import track
 import runtime
 from demo_vlm.data import make_page
 from engines import bundle as bundles
-from engines.errors import Parser, UserError, command, positive
+from engines.errors import UserError, command
 from figures import Figures, typed
-from reporting import check_folder, choice
+from reporting import QUESTION, answering, choice
 from runtime.model import VLM
 from runtime.sampling import Sampling
 
-QUESTION = "is there a red circle in the image ?"
 HEADER = (
     "level",
     "bucket",
@@ -133,21 +130,9 @@ def cells(row: Row) -> list[str]:
     return sizes + times
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--levels", metavar="A,B", help="default: all that compact")
-    parser.add_argument("--tokens", type=positive, default=300, metavar="N", help="of an answer; default: 300")
-    parser.add_argument("--times", type=positive, default=5, metavar="N", help="answers; default: 5")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
-    arguments = parser.parse_args(argv)
-    check_folder(arguments.json, "--json")
-    return arguments
-
-
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = _arguments(argv)
+    arguments = answering(__doc__, argv, tokens=300, times=5, levels="all that compact")
     manifest = bundles.read(arguments.bundle).manifest
     known = [name for name, level in manifest.levels.items() if any(bucket.compact for bucket in level.buckets)]
     if not known:

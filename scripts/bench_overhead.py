@@ -37,7 +37,7 @@ from engines.bundle import Bundle, Graph
 from engines.errors import Parser, UserError, command, positive
 from engines.ort import OrtSession
 from figures import Figures, typed
-from reporting import check_folder
+from reporting import QUESTION, check_folder
 from runtime import backends
 from runtime.backends import load
 from runtime.sampling import Sampling
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from transformers import LlavaConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-QUESTION = "is there a red circle in the image ?"
 WAYS = {
     "greedy": Sampling(),
     "temperature, top-k, top-p": Sampling(0.8, 50, 0.9, seed=0),

@@ -34,12 +34,11 @@ from tqdm import tqdm
 
 import runtime
 from engines.errors import Parser, UserError, command, positive
-from reporting import check_folder, markdown, write
+from reporting import QUESTION, check_folder, markdown, write
 from runtime.model import VLM
 from runtime.session import Session
 from runtime.state import Context
 
-QUESTION = "is there a red circle in the image ?"
 PART = 1000  # tokens of a line
 SLOWER, GROWN = 1.1, 1.02
 

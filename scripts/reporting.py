@@ -1,14 +1,17 @@
-"""What the measuring scripts share: a comma-separated option, a Markdown table, a file written whole or not at all."""
+"""What the measuring scripts share: options, a Markdown table, a file written whole or not at all."""
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from math import sqrt
 from pathlib import Path
 
 from engines.bundle import check_outside
-from engines.errors import UserError
+from engines.errors import Parser, UserError, positive
+
+QUESTION = "is there a red circle in the image ?"
 
 
 def choice(text: str, known: Sequence[str], what: str) -> list[str]:
@@ -19,6 +22,28 @@ def choice(text: str, known: Sequence[str], what: str) -> list[str]:
     if not names:
         raise UserError(f"no {what} given: choose from {','.join(known)}")
     return list(dict.fromkeys(names))
+
+
+def answering(
+    doc: str | None, argv: Sequence[str] | None, *, tokens: int, times: int, levels: str = "all"
+) -> argparse.Namespace:
+    """The options of what a bundle is asked at each of its levels.
+
+    Args:
+        tokens, times: of an answer, and how often it is given, by default.
+        levels: which are taken by default, as help says it.
+    """
+    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--levels", metavar="A,B", help=f"default: {levels}")
+    parser.add_argument(
+        "--tokens", type=positive, default=tokens, metavar="N", help="of an answer (default: %(default)s)"
+    )
+    parser.add_argument("--times", type=positive, default=times, metavar="N", help="measured (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    arguments = parser.parse_args(argv)
+    check_folder(arguments.json, "--json")
+    return arguments
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
