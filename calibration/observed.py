@@ -142,16 +142,6 @@ class Observed(Eager):
         for watched in self.watched.values():
             watched.on = on
 
-    def decode(
-        self,
-        embedding: Tensor,
-        positions: Sequence[int],
-        kinds: int | Tensor = TEXT,
-        position_ids: Sequence[int] | None = None,
-    ) -> Tensor:
-        self.tensors["window_positions"][:, self.count] = positions[0]
-        return super().decode(embedding, positions, kinds, position_ids)
-
     def looked_at(self, layer: int, position: int) -> Tensor:
         """What the token just read, at `position`, looked at: [heads, reach]."""
         watched = self.watched[layer]
