@@ -39,7 +39,8 @@ def add(commands: Commands) -> None:
         "--weights",
         choices=("fp32", "fp16", "int8", "int4"),
         default="fp16",
-        help="as the device would hold them; a build writes fp32 today (default: fp16)",
+        help="as the device would hold them, all linear layers alike (default: fp16); with int8 and int4 a build has "
+        "the embedding table and the head in 8 bits and the vision encoder in fp32",
     )
     parser.add_argument(
         "--reserve",
