@@ -24,8 +24,9 @@ elif [[ $# -gt 0 ]]; then
 fi
 # What depends on other packages' releases: export, the graphs in ONNX Runtime, the runtime's own libraries.
 tests=(tests/export/test_exported.py tests/export/test_build.py tests/export/test_compat.py tests/export/test_extend.py
-    tests/export/weights tests/export/test_text_only.py tests/engines/test_ort.py tests/engines/test_ort_operators.py
-    tests/runtime/test_generation.py tests/runtime/test_session.py tests/runtime/test_prompt.py)
+    tests/export/weights tests/export/test_text_only.py tests/engines/test_external.py tests/engines/test_ort.py
+    tests/engines/test_ort_operators.py tests/runtime/test_generation.py tests/runtime/test_session.py
+    tests/runtime/test_prompt.py)
 
 # The oldest releases of what the project itself names, and of the rest what goes with them; pip cannot look for them.
 oldest() {
