@@ -13,9 +13,11 @@ from engines.backend import Session, Status
 from engines.bundle import REBUILD, Bundle, Graph
 from engines.cuda import Device
 from engines.errors import UserError
+from engines.manifest import WEIGHTS
 from engines.plugins import store
 from engines.trt import AUTO, NAMES
 
+LARGE = 256 << 20  # bytes of weights that no cache holds: they come from memory in every step, however they lie there
 MANY = 256  # rows for which copying the weights into the order of a product is little beside the product
 PREFERRED = ("trt", "trt-rtx", "ort")  # by `auto`; asking for plans costs nothing where there is no GPU or none are
 
@@ -129,7 +131,10 @@ def _mapped(bundle: Bundle, graph: Graph) -> bool:
     """Whether a graph reads the weights where they are mapped, once for all graphs, rather than a copy of its own.
 
     With products of SmolLM2-135M's shapes and one thread one row takes 2 % more time and 64 take 16 %; the more there
-    are, the less it is of the whole. Codes of int8 and int4 have to be copied, and float16 turned into float32.
+    are, the less it is of the whole. Of the demo's, which a cache holds, one row takes 22 % more. Codes of int8 and
+    int4 have to be copied, and float16 turned into float32.
     """
+    manifest = bundle.manifest
     rows = {math.prod(spec.shape[:2]) for spec in graph.inputs if spec.name in ("embedding", "embeddings")}
-    return bundle.manifest.weights.dtype == "float32" and any(n == 1 or n >= MANY for n in rows)
+    large = manifest.weights.dtype == "float32" and manifest.files[WEIGHTS].bytes >= LARGE
+    return large and any(n == 1 or n >= MANY for n in rows)
