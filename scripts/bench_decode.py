@@ -53,7 +53,7 @@ ROUNDS, STEPS = 10, 4
 LONG = 2, 8  # windows of a conversation, and steps of it that are compared
 PROMPT, FORCED = 8, 2  # tokens that logits are compared on: so few that no level drops one
 MEASURED = 512  # tokens that peers measure their scales on
-QUICK = {"models": "tiny", "ways": "ours off,ours balanced,transformers eager", "rounds": 2, "steps": 2}
+QUICK = {"models": "tiny", "ways": "ours off,transformers eager", "rounds": 2, "steps": 2}
 NOTE = (
     "Milliseconds of a step, by the clock and of the processor; tokens/s count compactions too. KV: what the cache has "
     "allocated. alike: correlation of its logits with those of transformers' eager attention on a short prompt. x: how "

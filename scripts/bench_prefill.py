@@ -41,7 +41,8 @@ QUESTION = "what is the number in row 1 column 1 ?"
 IMAGE_SIZE, PATCH = 256, 16  # 256 tokens an image
 POSITIONS = 4096
 IMAGES, PRUNED = [1, 2, 4, 8], [0, 25, 50, 75, 89]
-QUICK_IMAGES, QUICK_PRUNED = [1, 2], [0, 75]
+QUICK_IMAGES, QUICK_PRUNED = [1], [0, 75]
+QUICK_SIZES = {"layers": 1, "words": 300, "image_size": 64}  # 16 tokens an image
 HEADER = (
     "images",
     "pruned, %",
@@ -74,6 +75,7 @@ method = "float32"
 least = 32
 most = 32
 recent = 0.0
+chunk = 1
 compact = false
 dtype = "float32"
 """
@@ -117,16 +119,20 @@ def pruned_of(level: str) -> int:
     return int(level.removeprefix("pruned-"))
 
 
-def build(folder: Path, images: Sequence[int], pruned: Sequence[int], layers: int = 30, words: int = 49_152) -> Path:
+def build(folder: Path, images: Sequence[int], pruned: Sequence[int], quick: bool = False) -> Path:
     """A bundle of random weights with a level for each share.
+
+    Args:
+        quick: tiny, and without kernels.
 
     Raises:
         UserError: it could not be built.
     """
-    config = bench_overhead.configuration(layers, words, IMAGE_SIZE, PATCH, POSITIONS)
+    sizes = {"image_size": IMAGE_SIZE, "patch": PATCH, "positions": POSITIONS} | (QUICK_SIZES if quick else {})
+    config = bench_overhead.configuration(**sizes)
     checkpoint = bench_overhead.checkpoint(folder / "checkpoint", config)
     line = [sys.executable, ROOT / "export" / "build.py", checkpoint, "--out", folder / "bundle", "--guard", "off"]
-    line += ["--jobs", 1, "--no-report", "--images", *images]
+    line += ["--jobs", 1, "--no-report", *(["--kernels", "never"] if quick else []), "--images", *images]
     for share in pruned:
         recipe = folder / f"{level_of(share)}.toml"
         recipe.write_text(RECIPE.format(keep=1 - share / 100))
@@ -223,9 +229,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _arguments(argv)
     with tempfile.TemporaryDirectory() as temporary:
-        small = {"layers": 1, "words": 300} if arguments.quick else {}
         folder = arguments.keep or Path(temporary)
-        path = arguments.bundle or build(folder, arguments.images, arguments.pruned, **small)
+        path = arguments.bundle or build(folder, arguments.images, arguments.pruned, arguments.quick)
         if not all(level.startswith(level_of(0)[:-1]) for level in bundles.read(path).manifest.levels):
             raise UserError(f"{path} was not built by this script: leave it out, or give the one of --keep")
         rows = measure(path, arguments.images, arguments.times)

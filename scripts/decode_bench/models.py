@@ -29,12 +29,14 @@ class Model:
     Attributes:
         contexts: that are measured by default.
         make: writes its Hugging Face checkpoint into a folder; None: it is there.
+        kernels: ours are compiled and checked for it; without them nothing of it is worth a comparison.
     """
 
     name: str
     what: str
     contexts: tuple[int, ...]
     make: Callable[[Path], None] | None = None
+    kernels: bool = True
 
 
 def llama(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, words: int, positions: int) -> Any:
@@ -85,7 +87,7 @@ MODELS = {
         Model("smollm2", "SmolLM2-135M-Instruct", (512, 2048, 4096), smollm2),
         Model("gqa", "30 layers, 9 heads, 3 KV heads of 64, random", (8192, 16_384), llama(30, *SMOLLM2, 32_768)),
         Model("mha", "12 layers, 12 heads of 64, random", (4096, 16_384), llama(12, 768, 12, 12, 2048, 32_000, 32_768)),
-        Model("tiny", "2 layers, 4 heads, 2 KV heads of 16, random", (SHORT,), llama(2, 64, 4, 2, 128, 300, 1024)),
+        Model("tiny", "1 layer, 4 heads, 2 KV heads of 16", (SHORT,), llama(1, 64, 4, 2, 128, 300, 1024), False),
     )
 }
 
@@ -134,6 +136,7 @@ def bundle(model: Model, weights: str, levels: list[str], contexts: list[int], h
         files = [recipe(level, Path(temporary), given) for level in levels]
         line = [sys.executable, "-m", "decode_bench.bundle", "--real", SHORT, given, "--out", out, "--weights", weights]
         line += ["--buckets", *sorted({SHORT, *contexts}), "--guard", "off", "--no-report", "--jobs", 1]
+        line += [] if model.kernels else ["--kernels", "never"]
         line += [part for file in files for part in ("--recipe", file)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
         done = subprocess.run([str(part) for part in line], env=environment, stdout=2)
