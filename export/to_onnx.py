@@ -25,6 +25,7 @@ from engines import bundle
 from engines.bundle import TensorSpec
 from export.graphs import Graph
 from export.operators import DOMAIN, OPERATORS, functions, translations
+from export.simplify import simplify
 from export.weights import Weights
 from export.weights.kept import Kept
 
@@ -101,7 +102,7 @@ def export(graph: Graph, name: str, weights: WeightFile) -> bundle.Graph:
     inputs = tuple(example(spec) for spec in specs)
     with torch.no_grad(), _quiet():
         onnx_program = torch.onnx.export(
-            torch.export.export(graph.eval(), inputs, strict=False),
+            simplify(torch.export.export(graph.eval(), inputs, strict=False)),
             input_names=[spec.name for spec in specs],
             output_names=graph.outputs,
             opset_version=OPSET,

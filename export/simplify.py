@@ -1,0 +1,72 @@
+"""An exported program in operators that become ONNX, without a second trace of it.
+
+`torch.onnx.export` has PyTorch decompose what it cannot translate. PyTorch traces the whole program anew for it, which
+is half of an export's time, while most graphs hold a few such operators only, each another's name or a special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export import ExportedProgram
+
+aten = torch.ops.aten
+CHECK = aten._assert_tensor_metadata.default
+CONVERSIONS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device)
+COPIES = (*CONVERSIONS, aten.alias.default, aten.contiguous.default)  # of another dtype at most: all is on the CPU
+RESHAPE = aten.reshape.default
+SHAPES = (RESHAPE, aten.flatten.using_ints, aten.unflatten.int)
+SAME: dict[Any, Any] = {aten.__and__.Tensor: aten.bitwise_and.Tensor, aten.__or__.Tensor: aten.bitwise_or.Tensor}
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def simplify(program: ExportedProgram) -> ExportedProgram:
+    """Change a program in place; PyTorch traces it anew only if it is asked to decompose something that is left."""
+    for node in _calls(program):
+        if node.target is CHECK:
+            program.graph.erase_node(node)
+        elif node.target in (*COPIES, *SHAPES):
+            _rewrite(node)
+        else:
+            node.target = SAME.get(node.target, node.target)
+    program.run_decompositions = partial(_decomposed, program)
+    return program
+
+
+def _rewrite(node: fx.Node) -> None:
+    """What changes nothing is its source, but as an output of the program, which is known by the node's name."""
+    source = node.all_input_nodes[0]
+    old, new = source.meta["val"], node.meta["val"]
+    if (old.dtype, old.shape) == (new.dtype, new.shape):
+        node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
+    if not node.users:
+        node.graph.erase_node(node)
+    elif node.target in COPIES:
+        node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": new.dtype}
+    else:
+        node.target, node.args, node.kwargs = RESHAPE, (source, [*new.shape]), {}
+
+
+def _decomposed(program: ExportedProgram, table: dict[Any, Callable] | None = None) -> ExportedProgram:
+    """The program without the operators of `table`, and without those that PyTorch decomposes whatever it says."""
+    used = {node.target for node in _calls(program)}
+    if table is not None and not used & table.keys() and not any(map(_always, used - {RESHAPE})):
+        return program
+    return ExportedProgram.run_decompositions(program, table)
+
+
+def _always(target: Any) -> bool:
+    """Whether an operator writes into its inputs, is made of others and may return a view, or calls a graph."""
+    if not isinstance(target, OpOverload):
+        return isinstance(target, HigherOrderOperator)
+    view = any(value.alias_info is not None for value in target._schema.returns)
+    return target._schema.is_mutable or (view and target.has_kernel_for_dispatch_key(COMPOSITE))
+
+
+def _calls(program: ExportedProgram) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if node.op == "call_function"]
