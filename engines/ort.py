@@ -19,6 +19,8 @@ from engines.errors import BackendError, UserError, one_line
 NAME = "ort"
 CUDA = "CUDAExecutionProvider"
 PREFERRED = (CUDA, "CPUExecutionProvider")
+# Passes that turn weights of float16 into float32 once and for all, in memory: twice their size.
+WIDENING = ("ConstantFolding", "FuseFp16InitializerToFp32NodeTransformer")
 MAX_THREADS = 256  # more is a mistake, and ONNX Runtime would start them all
 BINDINGS = 16  # of one graph that are kept, each for its addresses
 DTYPES = {
@@ -133,9 +135,8 @@ class OrtSession:
         try:
             settings = {CUDA: {"user_compute_stream": str(stream)}} if stream else {}
             chosen = [(name, settings[name]) if name in settings else name for name in providers()]
-            # Folding would turn float16 into float32 once and for all.
-            folded = not any(value.data_type() == "tensor(float16)" for value in self._weights)
-            passes = [] if folded else ["ConstantFolding"]
+            halves = any(value.data_type() == "tensor(float16)" for value in self._weights)
+            passes = WIDENING if halves else ()
             self._session = ort.InferenceSession(str(path), options, providers=chosen, disabled_optimizers=passes)
         except Exception as error:  # every failure to load is a class of its own, without a common base
             raise UserError(f"{path}: ONNX Runtime {ort.__version__} cannot load it: {one_line(error)}") from error

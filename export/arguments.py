@@ -128,7 +128,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         "--jobs",
         type=positive,
         metavar="N",
-        help="graphs exported side by side (default: one a core; 1 for a large model)",
+        help="graphs exported side by side (default: one a core, 4 at most; 1 for a large model in int8 or int4)",
     )
     parser.add_argument(
         "--no-report",

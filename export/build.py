@@ -62,10 +62,12 @@ def build(args: argparse.Namespace, folder: Path) -> bundle.Manifest:
     from calibration.report import assemble
     from export import checkpoint as checkpoints
     from export import kernels as kernel_libraries
+    from export.memory import return_large_blocks
     from export.pipeline import SMALL, Exported, export_graphs, plan_levels
     from export.to_onnx import WeightFile
     from export.weights.weights import GROUPS
 
+    return_large_blocks()
     console = Console(highlight=False, markup=False, soft_wrap=True)
     levels = _levels(args)
     default = args.level or ("balanced" if "balanced" in levels else next(iter(levels)))
@@ -103,7 +105,8 @@ def build(args: argparse.Namespace, folder: Path) -> bundle.Manifest:
 
     described, makers = plan_levels(checkpoint, levels, buckets, prepared, args.batch)
     described = {name: dataclasses.replace(level, guard=guarded[name]) for name, level in described.items()}
-    jobs = args.jobs or (min(os.cpu_count() or 1, 4) if parameters(checkpoint) < SMALL else 1)
+    mapped = stored.dtype in ("float32", "float16")  # by all processes; of codes each holds its own
+    jobs = args.jobs or (min(os.cpu_count() or 1, 4) if mapped or parameters(checkpoint) < SMALL else 1)
     with WeightFile(folder, checkpoint.weights) as weights, _progress(console) as bar:
         exports = bar.add_task("exporting and checking graphs", total=len(makers))
 
@@ -111,7 +114,8 @@ def build(args: argparse.Namespace, folder: Path) -> bundle.Manifest:
             bar.advance(exports)
             if args.verbose:
                 size = (folder / exported.graph.file).stat().st_size
-                console.print(f"  {exported.name}: {size / 1024:.0f} KiB, equal to PyTorch to {exported.error:.0e}")
+                told = f"{size / 1024:.0f} KiB, {exported.seconds:.1f} s, equal to PyTorch to {exported.error:.0e}"
+                console.print(f"  {exported.name}: {told}")
 
         embedding = checkpoint.weights.store(checkpoint.embedding, weights.add)
         graphs = export_graphs(makers, weights, jobs, done, kernels.cpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -21,16 +22,22 @@ from export.recipe import Recipe
 from export.to_onnx import WeightFile, export
 from export.verify import largest_error
 
-SMALL = 200e6  # parameters up to which several exports fit side by side in a workstation's memory
+SMALL = 200e6  # parameters up to which several copies of the weights fit into a workstation's memory
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A graph in the bundle's folder, and how far its outputs are from PyTorch's, relative to their size."""
+    """A graph in the bundle's folder.
+
+    Attributes:
+        error: how far its outputs are from PyTorch's, relative to their size.
+        seconds: that its export and its check took.
+    """
 
     name: str
     graph: bundle.Graph
     error: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -112,10 +119,10 @@ def plan_levels(
 
 
 def _export_one(makers: Makers, weights: WeightFile, library: Path | None, name: str) -> Exported:
-    module = makers[name]()
+    start, module = time.perf_counter(), makers[name]()
     graph = export(module, name, weights)
     error = largest_error(module, graph, weights.folder, library if graph.operators else None)
-    return Exported(name, graph, error)
+    return Exported(name, graph, error, time.perf_counter() - start)
 
 
 _work: Callable[[str], Exported]  # set before the workers are forked: a module with weights is never pickled
