@@ -88,7 +88,10 @@ class Chat:
         self.session.save(file)
 
     def _load(self, file: str) -> None:
+        before = self.session.level
         self.session, self.images = Session.load(self.vlm, file), []
+        if self.session.level != before:
+            print(f"level {self.session.level}, as it was written, in place of {before}", flush=True)
 
     def _reset(self) -> None:
         self.session, self.images = Session(self.vlm, self.room), []

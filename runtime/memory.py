@@ -54,7 +54,7 @@ def parse_size(text: str) -> int:
 
 def size(count: float) -> str:
     """Bytes as a person reads them."""
-    return f"{count / MIB:,.1f} MiB"
+    return f"{count / MIB:,.1f} MiB" if count >= MIB / 10 or not count else f"{count / 1024:,.1f} KiB"
 
 
 def resident() -> int:

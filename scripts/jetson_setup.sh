@@ -45,6 +45,7 @@ positive() {
 }
 
 while (($#)); do
+    [[ $1 != --*=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}" # --swap=8
     case $1 in
         --dry-run) dry=yes ;;
         --clocks) clocks=yes ;;

@@ -274,6 +274,8 @@ def _check(response: h11.Response, url: str) -> None:
     if status != 200:
         told = response.reason.decode("latin-1")
         raise ValueError(f"the host answers {status}" + (f" {shown(told)}" if told else ""))
+    if (packed := _header(response, b"content-encoding").lower()) not in ("", "identity"):
+        raise ValueError(f"the host sends it packed ({shown(packed)}), though it was asked for it as it is")
 
 
 def _header(response: h11.Response, name: bytes) -> str:

@@ -80,6 +80,16 @@ def test_mistakes_are_one_line_and_the_chat_goes_on(
     assert not (tmp_path / "early").exists()
 
 
+def test_a_chat_of_another_level_says_which(
+    bundle_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = Session(runtime.open(bundle_path, level="loose", threads=1))
+    session.ask("is it", max_new_tokens=6)
+    session.save(tmp_path / "loose")
+    chat([f"/load {tmp_path / 'loose'}", f"/load {tmp_path / 'loose'}"], bundle_path, monkeypatch)
+    assert capsys.readouterr().out == "level loose, as it was written, in place of tight\n"
+
+
 def test_an_image_that_does_not_fit_is_dropped_and_the_chat_goes_on(
     bundle_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

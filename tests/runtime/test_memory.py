@@ -35,6 +35,12 @@ def test_what_is_no_size_is_one_line(text: str, bundle_path: Path) -> None:
         runtime.open(bundle_path, memory_budget=text)
 
 
+def test_few_bytes_are_not_told_as_none() -> None:
+    assert [memory.size(count) for count in (0, 1024, 2**20, 1.25 * 2**30)] == [
+        *("0.0 MiB", "1.0 KiB", "1.0 MiB", "1,280.0 MiB"),
+    ]
+
+
 def test_a_budget_of_nothing_is_refused(bundle_path: Path) -> None:
     with pytest.raises(UserError, match="memory_budget must be at least 1"):
         runtime.open(bundle_path, memory_budget="0")

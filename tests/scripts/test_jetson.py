@@ -105,7 +105,8 @@ def test_leading_zeros_are_not_octal(jetson: Jetson, typed: str, meant: str) -> 
 
 
 def test_power_mode_0_is_one(jetson: Jetson) -> None:
-    assert "sudo nvpmodel -m 0\n" in jetson.run("--dry-run", "--power-mode", "00").stdout
+    for typed in (["--power-mode", "00"], ["--power-mode=0"]):
+        assert "sudo nvpmodel -m 0\n" in jetson.run("--dry-run", *typed).stdout
 
 
 def test_a_revision_with_a_leading_zero_is_not_octal(jetson: Jetson) -> None:

@@ -27,10 +27,14 @@ RAW = {
     "/empty": OK + b"Content-Length: 0\r\n\r\n",
     "/none": b"HTTP/1.1 204 No Content\r\n\r\n",
     "/page": OK + b"Content-Type: text/html\r\nConnection: close\r\n\r\n<html>\0log in</html>",
+    "/packed": OK + b"Content-Encoding: GZip\r\nContent-Length: 9\r\n\r\npacked...",
     "/half": OK + b"Content-Length: %d\r\n\r\n" % (len(PICTURE) + 1) + PICTURE,
     "/chunks": OK + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(PICTURE), PICTURE),
     "/broken": OK + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(PICTURE), PICTURE),
-    "/soon": b"HTTP/1.1 102 Processing\r\n\r\n" + OK + b"Connection: close\r\n\r\n" + PICTURE,
+    "/soon": b"HTTP/1.1 102 Processing\r\n\r\n"
+    + OK
+    + b"Content-Encoding: identity\r\nConnection: close\r\n\r\n"
+    + PICTURE,
     "/elsewhere": b"HTTP/1.1 302 Found\r\nLocation: ../x/\x1b[31mshape.png\r\nContent-Length: 0\r\n\r\n",
     "/far": b"HTTP/1.1 301 Moved\r\nLocation: https://b.example/%b\r\nContent-Length: 0\r\n\r\n" % (b"a" * 999),
     "/nowhere": b"HTTP/1.1 304 Not Modified\r\n\r\n",

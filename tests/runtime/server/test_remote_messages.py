@@ -32,6 +32,7 @@ Serve = Callable[..., Served]
         ("/noisy", r"answers 404 'Not\\x07 Found\\x9b31m'"),
         ("/header", "is broken: bad Content-Length"),
         ("/headers", "is broken: Receive buffer too long"),
+        ("/packed", r"sends it packed \('gzip'\), though it was asked for it as it is"),
         ("/half", "is broken: peer closed connection without sending complete message body"),
         ("/broken", "is broken: peer closed connection without sending complete message body"),
         ("/a b", "percent-encode"),
