@@ -27,6 +27,7 @@ from export.graphs import Graph
 from export.operators import DOMAIN, OPERATORS, functions, translations
 from export.simplify import simplify
 from export.weights import Weights
+from export.weights.joined import join
 from export.weights.kept import Kept
 
 OPSET = 20
@@ -72,8 +73,9 @@ class WeightFile:
         return self._known[key]
 
     def pack(self, model: ir.Model) -> None:
-        """Store the graph's constants as something smaller, where `weights` finds that it is equal."""
+        """Store the graph's constants as something smaller, where `weights` finds that it is equal; join the others."""
         self.weights.pack(model, self._kept)
+        join(model, self._kept)
 
     def externalize(self, model: ir.Model) -> None:
         """Move the graph's large constants into the file."""

@@ -97,7 +97,7 @@ def test_islands_and_positions_are_exact_where_float16_is_not(path: Path, tmp_pa
     types = {tensor.name: tensor.data_type for tensor in made.graph.initializer}
     multiplied = [node.input[1] for node in made.graph.node if node.op_type in ("MatMul", "Gemm")]
     products = Counter(types[name] for name in multiplied if name in types)
-    small = 3 * 2  # keys' and values' of three layers
+    small = 3  # keys and values of three layers, one product each
     assert products == {onnx.TensorProto.FLOAT16: 3 * 5 + 1 - 2, onnx.TensorProto.FLOAT: 2 + small}
 
     # What the two guard against: positions in float16, and a product beyond its range.
