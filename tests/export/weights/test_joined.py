@@ -66,8 +66,8 @@ def test_products_of_the_same_rows_are_one(parts: nn.ModuleList, tmp_path: Path)
 
 
 def test_what_is_stored_in_fewer_bits_stays_apart(parts: nn.ModuleList, tmp_path: Path) -> None:
-    for part in parts:
-        part.weight.data.copy_(part.weight.half().float())  # type: ignore[union-attr, operator]
+    for weight in parts.parameters():
+        weight.copy_(weight.half().float())
     with WeightFile(tmp_path, Weights("float16")) as weights:
         made = export(Layer(parts, 1), "graph", weights)
     found = weights_of(tmp_path / made.file)  # the others are too small to be worth it
