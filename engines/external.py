@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 DTYPES = {1: "float32", 2: "uint8", 3: "int8", 6: "int32", 7: "int64", 10: "float16"}
-GRAPH, INITIALIZER = 7, 5  # fields of ModelProto, GraphProto
+GRAPH, NODE, INITIALIZER = 7, 1, 5  # fields of ModelProto, and of GraphProto
+INPUT, OPERATOR = 1, 4  # of NodeProto
+PRODUCTS = (b"MatMul", b"Gemm")
 DIMS, DATA_TYPE, NAME, EXTERNAL, LOCATION = 1, 2, 8, 13, 14  # of TensorProto
 OUTSIDE = 1  # LOCATION of a tensor in another file
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
@@ -43,20 +45,36 @@ class External:
 
 
 def externals(path: Path) -> list[External]:
-    """Of the graph itself, not of graphs inside it; without those of other types, or not in the same folder.
+    """What products multiply by, of the graph itself, not of graphs inside it.
+
+    Without those of other types, or not in the same folder.
 
     Raises:
         ValueError: this is no ONNX file.
     """
+    found = []
     try:
-        found = [
-            _external(tensor)
-            for graph in _all(memoryview(path.read_bytes()), GRAPH)
-            for tensor in _all(graph, INITIALIZER)
-        ]
-    except (IndexError, TypeError, KeyError) as error:
+        for graph in _all(memoryview(path.read_bytes()), GRAPH):
+            factors = _factors(graph)
+            found += [each for t in _all(graph, INITIALIZER) if (each := _external(t)) and each.name in factors]
+    except (IndexError, TypeError, KeyError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no ONNX file") from error
-    return [each for each in found if each]
+    return found
+
+
+def _factors(graph: memoryview) -> set[str]:
+    """What products multiply by, and nothing else reads.
+
+    ONNX Runtime transposes other weights in its own copy of the graph, where it moves a Transpose behind an Add, but
+    not those that it was given (1.32): it then adds arrays of different shapes.
+    """
+    factors, others = set[bytes](), set[bytes]()
+    for node in _all(graph, NODE):
+        inputs = [bytes(name) for name in _all(node, INPUT)]
+        product = any(bytes(name) in PRODUCTS for name in _all(node, OPERATOR))
+        factors.update(inputs[1:2] if product else ())
+        others.update((*inputs[:1], *inputs[2:]) if product else inputs)
+    return {name.decode() for name in factors - others}
 
 
 def mapped(path: Path) -> dict[str, np.ndarray]:

@@ -20,7 +20,8 @@ CHECK = aten._assert_tensor_metadata.default
 CONVERSIONS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device)
 COPIES = (*CONVERSIONS, aten.alias.default, aten.contiguous.default)  # of another dtype at most: all is on the CPU
 RESHAPE = aten.reshape.default
-SHAPES = (RESHAPE, aten.flatten.using_ints, aten.unflatten.int)
+# A view of what was a copy may not be one of what it was copied from.
+SHAPES = (RESHAPE, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int)
 SAME: dict[Any, Any] = {aten.__and__.Tensor: aten.bitwise_and.Tensor, aten.__or__.Tensor: aten.bitwise_or.Tensor}
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 

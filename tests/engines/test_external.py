@@ -53,6 +53,27 @@ def test_a_file_is_mapped_once_and_no_longer_than_it_is_needed(tmp_path: Path) -
     assert not external._FILES
 
 
+def test_what_onnx_runtime_turns_itself_is_left_to_it(tmp_path: Path) -> None:
+    """A Transpose in front of an Add moves behind it, and what is added is turned: the encoder of GOT-OCR2."""
+    added = np.random.default_rng(0).standard_normal((1, 8, 8, 64)).astype(np.float32)
+    scale, bias = np.ones(64, np.float32), np.zeros(64, np.float32)
+    constants = [numpy_helper.from_array(x, name) for x, name in ((added, "p"), (scale, "scale"), (bias, "bias"))]
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["t"], perm=[0, 2, 3, 1]),
+        helper.make_node("Add", ["t", "p"], ["sum"]),
+        helper.make_node("LayerNormalization", ["sum", "scale", "bias"], ["normal"]),
+        helper.make_node("Transpose", ["normal"], ["back"], perm=[0, 3, 1, 2]),
+        helper.make_node("Add", ["back", "x"], ["y"]),
+    ]
+    outside = {"save_as_external_data": True, "location": "weights.bin", "size_threshold": 0}
+    shape = ("float32", [1, 64, 8, 8])
+    path = save(tmp_path / "graph.onnx", nodes, {"x": shape}, {"y": shape}, constants=constants, **outside)
+    assert external.mapped(path) == {}
+    x = np.random.default_rng(1).standard_normal(shape[1]).astype(np.float32)
+    plain, mapped = (OrtSession(path, 1, mapped=mapped).run({"x": x})["y"] for mapped in (False, True))
+    np.testing.assert_array_equal(mapped, plain)
+
+
 def test_tensors_of_other_folders_and_types_are_left_out(tmp_path: Path) -> None:
     path = products(tmp_path, "graph.onnx", 3)
     model = onnx.load(path, load_external_data=False)

@@ -59,6 +59,14 @@ class View(nn.Module):
         return rows[:1].expand_as(rows) + rows
 
 
+class Copied(nn.Module):
+    """A view of a copy that is left out, in a program that is decomposed."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        turned = rows.transpose(0, 1).contiguous().view(3, -1)
+        return turned[:1].expand_as(turned) + turned
+
+
 class Branch(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         return torch.cond(rows.sum() > 0, lambda x: x + 1, lambda x: x - 1, (rows,))
@@ -84,7 +92,7 @@ def outputs_of(folder: Path, rows: Tensor) -> tuple[Counter[str], list[bytes]]:
     return nodes, [array.tobytes() for array in outputs.values()]
 
 
-@pytest.mark.parametrize(("more", "times"), [(nn.Softmax(-1), 0), (Written(), 1), (View(), 1), (Branch(), 1)])
+@pytest.mark.parametrize(("more", "times"), [(nn.Softmax(-1), 0), (Written(), 1), (View(), 1), (Copied(), 1), (Branch(), 1)])
 def test_the_graph_is_that_of_a_second_trace(
     more: nn.Module, times: int, traced: list[ExportedProgram], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
