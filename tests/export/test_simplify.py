@@ -92,7 +92,9 @@ def outputs_of(folder: Path, rows: Tensor) -> tuple[Counter[str], list[bytes]]:
     return nodes, [array.tobytes() for array in outputs.values()]
 
 
-@pytest.mark.parametrize(("more", "times"), [(nn.Softmax(-1), 0), (Written(), 1), (View(), 1), (Copied(), 1), (Branch(), 1)])
+@pytest.mark.parametrize(
+    ("more", "times"), [(nn.Softmax(-1), 0), (Written(), 1), (View(), 1), (Copied(), 1), (Branch(), 1)]
+)
 def test_the_graph_is_that_of_a_second_trace(
     more: nn.Module, times: int, traced: list[ExportedProgram], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
