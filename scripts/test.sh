@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Lint, type check and test, in the environment that constraints.txt pins. Arguments go to pytest:
 #
-#     scripts/test.sh                        everything
-#     scripts/test.sh -m "not slow"          what takes seconds
+#     scripts/test.sh                                  what continuous integration runs
+#     scripts/test.sh -m "not slow"                    what takes seconds
+#     scripts/test.sh -m ""                            everything, half as long again
 #     scripts/test.sh tests/engines -k ort
 set -euo pipefail
 

@@ -93,9 +93,11 @@ def cases() -> Iterator[Any]:
             named = typing.get_type_hints(method).get("method")
             name = typing.get_args(named)[0] if named else ""
             tables.append({"method": name, **NEEDED.get(name, {})} if named else {})
-        for table in [*tables, *MORE.get(slot, [])]:
+        more = MORE.get(slot, [])
+        for table in [*tables, *more]:
             text = "-".join(f"{value}" for value in table.values())
-            yield pytest.param(slot, table, id=f"{slot}-{text}" if text else slot)
+            marks = [pytest.mark.long] if table in more else []
+            yield pytest.param(slot, table, id=f"{slot}-{text}" if text else slot, marks=marks)
 
 
 def graphs(

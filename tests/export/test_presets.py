@@ -50,6 +50,7 @@ def test_a_preset_answers(name: str, demo: Checkpoint, prepared: dict[str, Prepa
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_presets_build_and_answer(demo: Checkpoint, demo_bundle: Bundle, tmp_path: Path, items: list[Item]) -> None:
     there = demo_bundle.manifest.levels
     wanted = [argument for name in PRESETS if name not in there for argument in ("--recipe", name)]

@@ -80,6 +80,7 @@ def test_the_checkpoint_answers(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_2000_tokens_through_a_bundle_are_hugging_faces(checkpoint: Path, tmp_path: Path) -> None:
     """Python's own documentation: prefill reads most of it and a shorter text, extend a chunk, decode the rest."""
     prompt, tokens, shorter = 1872, 2000, 700
