@@ -15,8 +15,6 @@ import installed  # noqa: F401
 # isort: split
 
 import argparse
-import json
-import os
 import resource
 import subprocess
 import sys
@@ -31,11 +29,14 @@ import random_checkpoint
 from engines import bundle as bundles
 from engines.errors import Parser, UserError, command
 from engines.manifest import WEIGHTS
-from reporting import check_folder, choice, markdown, write
+from figures import Figures, typed, versions
+from reporting import check_folder, choice
 
 ROOT = Path(__file__).resolve().parents[1]
 EVERY = 0.1  # seconds between two looks at the memory
 MIB = 2**20
+PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "transformers")
+NOTE = "Own memory: what no file backs, of all processes together; resident: VmHWM of the largest of them."
 BUILD = ("--recipe", "off", "--recipe", "balanced", "--images", "1", "--no-report")
 
 
@@ -134,7 +135,7 @@ def measure(name: str, folder: Path, options: Sequence[str]) -> Row:
     )
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[Row]) -> list[list[str]]:
     header = ["model", "parameters, M", "checkpoint, MiB", "graphs", "seconds", "CPU seconds"]
     header += ["own memory, MiB", "of the checkpoint", "resident, MiB", "weights.bin, MiB"]
     cells = [header]
@@ -142,7 +143,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         size = [f"{row.parameters / 1e6:.1f}", f"{row.weights / MIB:.0f}", str(row.graphs)]
         took = [f"{row.seconds:.0f}", f"{row.cpu_seconds:.0f}", f"{row.own / MIB:.0f}", f"{row.share:.2f}"]
         cells.append([row.name, *size, *took, f"{row.resident / MIB:.0f}", f"{row.stored / MIB:.0f}"])
-    return markdown(cells)
+    return cells
 
 
 def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -162,20 +163,12 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    arguments, options = _arguments(argv)
+    arguments, options = _arguments(sys.argv[1:] if argv is None else argv)
     with tempfile.TemporaryDirectory() as temporary:
         rows = [measure(name, arguments.keep or Path(temporary), options) for name in arguments.models]
-    print(f"build.py {' '.join(options)}; {os.cpu_count()} cores\n")
-    print("\n".join(table(rows)))
-    if arguments.json is not None:
-        values = {
-            "command": ["scripts/bench_export.py", *argv],
-            "build": options,
-            "cores": os.cpu_count(),
-            "rows": [asdict(row) for row in rows],
-        }
-        write(arguments.json, json.dumps(values, indent=1) + "\n")
+    notes = [f"build.py {' '.join(options)}", NOTE]
+    values = {"build": options, "rows": [{**asdict(row), "share": row.share} for row in rows]}
+    Figures(typed("bench_export.py", argv), {"": table(rows)}, notes, values, versions(PACKAGES)).report(arguments.json)
     return 0
 
 

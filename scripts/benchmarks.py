@@ -108,6 +108,19 @@ def _decoded(values: dict[str, Any], name: str) -> float:
     return float(where(group["aims"], name=name, weights="float32")["found"])
 
 
+def _compacted(values: dict[str, Any]) -> float:
+    """Compactions of SmolLM2 at `balanced`, % of its decoding."""
+    group = where(values["groups"], model="smollm2", context=4096, threads=1)
+    cell = where(group["cells"], way="ours balanced")
+    if not cell["every"]:
+        raise LookupError("every")
+    return float(100 * cell["compaction"] / cell["every"] / cell["p50"])
+
+
+def _built(values: dict[str, Any], name: str, what: str) -> float:
+    return float(where(values["rows"], name=name)[what])
+
+
 def _flat(values: dict[str, Any]) -> float:
     """The longest step of a long conversation over a fresh one's."""
     known = [cell["flat"] for group in values["groups"] for cell in group["cells"] if cell["flat"] is not None]
@@ -127,6 +140,12 @@ BENCHMARKS = {
     "load": Benchmark("Cold start", "bench_load.py", [WORK / "demo", "--checkpoint", "models/demo-vlm"], ["demo"]),
     "decode": Benchmark("Decoding", "bench_decode.py", ["--home", WORK / "decode", "--plot", FOLDER / "decode.svg"]),
     "overhead": Benchmark("The runtime's own time", "bench_overhead.py", ["--keep", WORK / "overhead"]),
+    "latency": Benchmark(
+        "ONNX Runtime and TensorRT", "compare_latency.py", [WORK / "demo", "--threads", "1"], ["demo"]
+    ),
+    "export": Benchmark(
+        "Building a bundle", "bench_export.py", ["smolvlm-256m,qwen2-vl-2b", "--keep", WORK / "export"]
+    ),
 }
 TARGETS = [
     Target("attention over an int8 store of 16k slots, one thread, of the memory floor", "attention", 1.5, False,
@@ -144,9 +163,16 @@ TARGETS = [
     Target("`balanced` there, as transformers' eager attention", "decode", 5.0, True,
            lambda values: _decoded(values, "balanced over eager")),
     Target("a step once the window was full, of a fresh conversation's", "decode", 1.1, False, _flat),
+    Target("compactions of SmolLM2-135M, `balanced`, % of decoding", "decode", 3.0, False, _compacted),
     Target("runtime's peak memory without weights and KV cache, MiB", "load", 150.0, False, _rest),
     Target("the runtime's own share of a step, %", "overhead", 5.0, False,
            lambda values: 100 * max(row["overhead"] for row in values["seconds"])),
+    Target("building a bundle of SmolVLM-256M's size, seconds", "export", 120.0, False,
+           lambda values: _built(values, "smolvlm-256m", "seconds")),
+    Target("of Qwen2-VL-2B's size, seconds", "export", 600.0, False,
+           lambda values: _built(values, "qwen2-vl-2b", "seconds")),
+    Target("its memory, of the checkpoint's weights", "export", 1.5, False,
+           lambda values: _built(values, "qwen2-vl-2b", "share")),
 ]  # fmt: skip
 
 

@@ -17,11 +17,8 @@ import installed  # noqa: F401
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 import json
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +28,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import runtime
 from demo_vlm.data import make_page
@@ -42,11 +37,13 @@ from engines.backend import Session
 from engines.bundle import Bundle
 from engines.cuda import Array
 from engines.errors import Parser, UserError, command
+from figures import Figures, typed, versions
 from reporting import check_folder
 from runtime import backends
 from runtime.backends import NAMES, load
 from runtime.generate import Stats
 
+PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu13", "polygraphy")
 WARM_UP = 3  # calls that are not counted
 TOKENS = 16  # decoded at least
 SEED = 0  # of the drawn pages
@@ -60,7 +57,7 @@ Call = Callable[[Feeds], Any]
 
 @dataclass(frozen=True)
 class Latency:
-    """One graph on one backend, milliseconds a call."""
+    """One graph on one backend, seconds a call."""
 
     backend: str
     provider: str
@@ -129,7 +126,7 @@ def ask(arguments: argparse.Namespace) -> tuple[Bundle, dict[str, Feeds], Stats]
 
 
 def measure(call: Call, feeds: Feeds, runs: int) -> tuple[float, float]:
-    """Median and 95th percentile of a call, milliseconds."""
+    """Median and 95th percentile of a call, seconds."""
     for _ in range(WARM_UP):
         call(feeds)
     times = []
@@ -137,7 +134,7 @@ def measure(call: Call, feeds: Feeds, runs: int) -> tuple[float, float]:
         start = time.perf_counter()
         call(feeds)
         times.append(time.perf_counter() - start)
-    median, p95 = np.percentile(np.array(times) * 1e3, [50, 95])
+    median, p95 = np.percentile(times, [50, 95])
     return float(median), float(p95)
 
 
@@ -254,55 +251,42 @@ def polygraphy() -> bool:
 
 
 def report(
-    console: Console, stats: Stats, latencies: list[Latency], differences: list[Difference], missing: dict[str, str]
-) -> None:
-    say = functools.partial(console.print, soft_wrap=True)
-    say(
+    stats: Stats, latencies: list[Latency], differences: list[Difference], missing: dict[str, str]
+) -> tuple[dict[str, list[list[str]]], list[str]]:
+    """Tables, and notes."""
+    notes = [
         f"level {stats.level}: {stats.images} images, {stats.prompt_tokens} prompt tokens, {stats.visual_tokens} "
-        f"visual tokens kept, bucket {stats.bucket}, {stats.compactions} compactions"
-    )
-    say(
+        f"visual tokens kept, bucket {stats.bucket}, {stats.compactions} compactions",
         f"KV: {stats.kv_bytes:,} bytes allocated; an fp16 cache of the same {stats.prompt_tokens} + "
         f"{stats.generated_tokens} tokens has {stats.kv_bytes_uncompressed:,} "
-        f"({stats.kv_bytes / stats.kv_bytes_uncompressed:.0%})"
-    )
-    say(f"decode loop of the runtime ({stats.provider}): {1e3 * per_token(stats):.2f} ms a token")
-    table = Table("backend", "graph", "median ms", "p95 ms", "provider", title="latency of a call")
-    table.columns[2].justify = table.columns[3].justify = "right"
+        f"({stats.kv_bytes / stats.kv_bytes_uncompressed:.0%})",
+        f"decode loop of the runtime ({stats.provider}): {1e3 * per_token(stats):.2f} ms a token",
+    ]
+    tables = {"latency of a call": [["backend", "graph", "median ms", "p95 ms", "provider"]]}
     for row in latencies:
-        table.add_row(row.backend, row.graph, f"{row.median:.3f}", f"{row.p95:.3f}", row.provider)
-    say(table)
+        times = [f"{1e3 * seconds:.3f}" for seconds in (row.median, row.p95)]
+        tables["latency of a call"].append([row.backend, row.graph, *times, row.provider])
     if not any(row.kind == "compact" for row in latencies):
-        say("no compact graph ran: this level never compacts its window")
+        notes.append("no compact graph ran: this level never compacts its window")
     if differences:
-        table = Table("graph", "runner", "outputs", "worst", "by", "agree", title=f"against {differences[0].first}")
-        table.columns[0].overflow = table.columns[3].overflow = "fold"
+        table = tables[f"against {differences[0].first}"] = [["graph", "runner", "outputs", "worst", "by", "agree"]]
         for d in differences:
             verdict = "yes" if d.agree else "NO"
-            table.add_row(d.graph, d.second, str(d.outputs), d.worst, f"{d.difference:.1e}", verdict)
-        say(table)
-        say(f"agree: floats within {TOLERANCE['f']:g}, int8 rows within {TOLERANCE['int8']:g} step, integers equal")
+            table.append([d.graph, d.second, str(d.outputs), d.worst, f"{d.difference:.1e}", verdict])
+        notes.append(
+            f"agree: floats within {TOLERANCE['f']:g}, int8 rows within {TOLERANCE['int8']:g} step, integers equal"
+        )
         if all(d.first.startswith("ort CPU") and d.second.startswith("ort CPU") for d in differences):
-            say("both are ONNX Runtime on the CPU: this checks its graph optimizer (off at -O0), not another backend")
+            told = "both are ONNX Runtime on the CPU: this checks its graph optimizer (off at -O0), not another backend"
+            notes.append(told)
     elif not polygraphy():
-        say("outputs not compared: polygraphy is not installed (pip install polygraphy)")
-    for name, reason in missing.items():
-        say(f"not measured: {name}: {reason}")
+        notes.append("outputs not compared: polygraphy is not installed (pip install polygraphy)")
+    return tables, notes + [f"not measured: {name}: {reason}" for name, reason in missing.items()]
 
 
 def per_token(stats: Stats) -> float:
     """Seconds a token of the runtime's decode loop, compactions spread over the tokens."""
     return (stats.seconds["decode"] + stats.seconds.get("compact", 0.0)) / max(stats.generated_tokens - 1, 1)
-
-
-def write(path: Path, values: dict[str, Any]) -> None:
-    """Write the file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        temporary.write_text(json.dumps(values, indent=1) + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -349,18 +333,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if polygraphy():
         for graph, inputs in feeds.items():
             differences += compare(bundle, graph, inputs, runners(bundle, graph, usable, arguments.threads))
-    report(Console(), stats, latencies, differences, missing)
-    if arguments.json is not None:
-        values = {
-            "bundle_sha256": bundles.sha256(bundle.file(bundles.MANIFEST)),
-            "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "threads": arguments.threads},
-            "request": dataclasses.asdict(stats),
-            "seconds_per_token": per_token(stats),
-            "latency_ms": [dataclasses.asdict(row) for row in latencies],
-            "differences": [dataclasses.asdict(row) for row in differences],
-            "not_measured": missing,
-        }
-        write(arguments.json, values)
+    values = {
+        "bundle_sha256": bundles.sha256(bundle.file(bundles.MANIFEST)),
+        "threads": arguments.threads,
+        "request": dataclasses.asdict(stats),
+        "seconds_per_token": per_token(stats),
+        "latency": [dataclasses.asdict(row) for row in latencies],
+        "differences": [dataclasses.asdict(row) for row in differences],
+        "not_measured": missing,
+    }
+    tables, notes = report(stats, latencies, differences, missing)
+    Figures(typed("compare_latency.py", argv), tables, notes, values, versions(PACKAGES)).report(arguments.json)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import bench_export
+import figures
 import random_checkpoint
 from calibration import samples
 from export import checkpoint as checkpoints
@@ -80,7 +80,7 @@ def test_a_build_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     own = ["tiny", "--keep", str(tmp_path), "--json", str(tmp_path / "export.json")]
     build = ["--recipe", "off", "--buckets", "16", "--kernels", "never", "--no-report", "--jobs", "1"]
     assert bench_export.main([*own, "--", *build]) == 0
-    (row,) = json.loads((tmp_path / "export.json").read_text())["rows"]
+    (row,) = figures.read(tmp_path / "export.json").values["rows"]
     assert row["parameters"] == 144_128
     assert row["weights"] == sum(file.stat().st_size for file in (tmp_path / "tiny").glob("*.safetensors"))
     assert row["stored"] == (tmp_path / "tiny.bundle" / "weights.bin").stat().st_size

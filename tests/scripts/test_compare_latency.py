@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import onnx
 import pytest
 
 import compare_latency
+import figures
 import runtime
 from engines import bundle as bundles
 from engines.ort import OrtSession
@@ -38,11 +38,11 @@ def test_every_graph_is_timed_and_compared(
 ) -> None:
     assert run(bundle, "--level", "tight", "--images", "3", "--json", str(tmp_path / "latency.json")) == 0
     printed = capsys.readouterr()
-    values = json.loads((tmp_path / "latency.json").read_text())
+    values = figures.read(tmp_path / "latency.json").values
 
     graphs = ["vision_tight", "prefill_tight_40", "decode_tight_40", "compact_tight_40"]
-    assert [row["graph"] for row in values["latency_ms"]] == graphs
-    for row in values["latency_ms"]:
+    assert [row["graph"] for row in values["latency"]] == graphs
+    for row in values["latency"]:
         assert (row["backend"], row["provider"], row["runs"]) == ("ort", "CPUExecutionProvider", 3)
         assert 0 < row["median"] <= row["p95"]
     assert [row["graph"] for row in values["differences"]] == graphs
@@ -117,8 +117,8 @@ def planned(bundle: bundles.Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_backend_with_plans_is_timed_and_compared_too(planned: bundles.Bundle, tmp_path: Path) -> None:
     assert run(planned, "--json", str(tmp_path / "latency.json")) == 0
-    values = json.loads((tmp_path / "latency.json").read_text())
-    rows = [(row["backend"], row["provider"], row["kind"]) for row in values["latency_ms"]]
+    values = figures.read(tmp_path / "latency.json").values
+    rows = [(row["backend"], row["provider"], row["kind"]) for row in values["latency"]]
     assert rows[len(rows) // 2 :] == [
         ("trt", "TensorRT 10.3.0", "vision"),
         ("trt", "TensorRT 10.3.0", "prefill"),
