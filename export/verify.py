@@ -13,6 +13,7 @@ from engines import bundle
 from engines.errors import UserError
 from engines.ort import OrtSession
 from export.graphs import NEW, Graph
+from export.operators import OPERATORS
 from export.stages.tokens import ALIGNED, FIRST, PADDING, TEXT, VISUAL
 from export.weights import nbits
 
@@ -23,6 +24,8 @@ TOLERANCE = 2e-3  # float32 sums in another order, a few layers deep, relative t
 # A kernel may round queries and weights to 16 bits. Random keys draw attention sharper than a model does, and logits of
 # the demo's graphs then err by 5e-3; what is computed wrong errs by tenths. kernel_check.py looks at kernels alone.
 KERNEL_TOLERANCE = 2e-2
+# Every layer of random keys makes an error of those before it larger: SmolLM2-135M's thirty turn 1e-5 into 6e-2.
+DEEPER = 4  # layers, in which as much again is allowed
 # With quantized weights, as they run, inputs of every product are rounded to 8 bits: logits of the demo's graphs err by
 # 3e-2. That is looked at beside the check that counts, of the same weights with inputs as they are.
 ROUNDED_TOLERANCE = 2e-1
@@ -92,11 +95,12 @@ def _error(known: list[Known], exported: bundle.Graph, folder: Path, library: Pa
     """With one session at a time: each may hold all weights once more."""
     name = exported.file + (f" with the kernels of {library.name}" if library else "")
     tolerance = KERNEL_TOLERANCE if library else TOLERANCE
+    depth = exported.operators.get(OPERATORS["quant_kv_attention"].name, 0) if library else 0
     with nbits.exact(folder / exported.file) as path:
         worst, rounds = 0.0, path.name != exported.file
         session = OrtSession(path, library=library, mapped=not rounds)
         for feeds, expected in known:
-            worst = max(worst, _largest_difference(expected, session.run(feeds), name, tolerance))
+            worst = max(worst, _largest_difference(expected, session.run(feeds), name, tolerance, depth))
         del session
     if rounds:
         session = OrtSession(folder / exported.file, library=library)
@@ -121,8 +125,16 @@ def _kept_by_both(
 
 
 def _largest_difference(
-    expected: dict[str, Tensor], actual: dict[str, np.ndarray], file: str, tolerance: float = TOLERANCE
+    expected: dict[str, Tensor],
+    actual: dict[str, np.ndarray],
+    file: str,
+    tolerance: float = TOLERANCE,
+    depth: int = 0,
 ) -> float:
+    """
+    Args:
+        depth: layers whose errors add up; `NAME.3` is of layer 3.
+    """
     worst = 0.0
     for name, want in expected.items():
         if want.shape != actual[name].shape:
@@ -145,9 +157,11 @@ def _largest_difference(
             # One step is a rounding tie, not an error; of codes that share a byte it may change the byte by more.
             difference = np.sort(np.maximum(difference - 1, 0))[: ceil(0.99 * len(difference))]
         scale = max(np.abs(wanted[finite]).max(initial=0), 1e-3)
-        worst = max(worst, difference.max(initial=0) / scale)
-        if worst > tolerance:
-            raise UserError(f"{file}: output {name} differs from PyTorch by {worst:.1e}, allowed {tolerance}")
+        apart, layer = difference.max(initial=0) / scale, name.rpartition(".")[2]
+        allowed = tolerance * (1 + (min(int(layer), depth) if layer.isdigit() else depth) / DEEPER)
+        if apart > allowed:
+            raise UserError(f"{file}: output {name} differs from PyTorch by {apart:.1e}, allowed {allowed:g}")
+        worst = max(worst, apart)
     return worst
 
 
