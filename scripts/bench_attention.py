@@ -34,6 +34,7 @@ from attention_peers import OURS, Peer, Reader, Setting, Shape
 from engines.errors import Parser, UserError, command, one_line, positive
 from engines.plugins import store
 from figures import Figures, last_level, typed, versions
+from plots import Panel
 from reporting import check_folder
 
 SLOTS, QUICK_SLOTS = (1024, 4096, 16384), (256,)
@@ -165,6 +166,16 @@ def tables(rows: Sequence[Row]) -> dict[str, list[list[str]]]:
     return found
 
 
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    found: dict[int, dict[str, list[list[float]]]] = {}
+    for row in rows:
+        found.setdefault(row.threads, {}).setdefault(row.peer, []).append([row.slots, 1e6 * row.least])
+    return [
+        Panel(f"attention of a step, {threads} thread{'s' * (threads > 1)}", "slots", "microseconds", lines, True)
+        for threads, lines in found.items()
+    ]
+
+
 def told(row: Row) -> list[str]:
     ours = "" if row.least_over_ours is None or row.peer.startswith(OURS) else f"{row.least_over_ours:.1f}"
     return [f"{1e6 * row.median:,.0f} ({1e6 * row.least:,.0f})", f"{row.least_over_floor:.2f}", ours]
@@ -233,7 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     heads = f"{arguments.heads} query heads, {arguments.kv_heads} KV heads of {arguments.head_dim}"
     about = f"{heads}, one query, a window of {arguments.window}. {NOTE}"
     notes = [about, *(f"not measured: {name}: {reason}" for name, reason in missing.items())]
-    Figures(typed("bench_attention.py", argv), tables(rows), notes, values, versions(PACKAGES)).report(arguments.json)
+    told = tables(rows), notes, values, panels(rows), versions(PACKAGES)
+    Figures(typed("bench_attention.py", argv), *told).report(arguments.json)
     return int(any(name.startswith(f"{OURS} ") or reason.startswith(WRONG) for name, reason in missing.items()))
 
 

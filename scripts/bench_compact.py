@@ -30,6 +30,7 @@ from demo_vlm.data import make_page
 from engines import bundle as bundles
 from engines.errors import UserError, command
 from figures import Figures, typed
+from plots import Panel
 from reporting import QUESTION, answering, choice
 from runtime.model import VLM
 from runtime.sampling import Sampling
@@ -142,9 +143,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in track(names, "generating", transient=True, disable=not sys.stderr.isatty()):
         rows.append(measure(runtime.open(arguments.bundle, "ort", name, threads=1), arguments.tokens, arguments.times))
     table = {"": [list(HEADER), *map(cells, rows)]}
-    Figures(typed("bench_compact.py", argv), table, [NOTE], {"rows": [asdict(row) for row in rows]}).report(
-        arguments.json
-    )
+    panel = Panel("compactions, of the time of decoding", "", "%", {row.level: [[100 * row.share]] for row in rows})
+    values = {"rows": [asdict(row) for row in rows]}
+    Figures(typed("bench_compact.py", argv), table, [NOTE], values, [panel]).report(arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast a token comes: our levels beside transformers, onnxruntime-genai and llama.cpp, as the context grows.
 
-    python scripts/bench_decode.py --json decode.json --plot decode.svg
+    python scripts/bench_decode.py --json decode.json
     python scripts/bench_decode.py --models smollm2 --contexts 4096 --threads 1 --ways 'ours off,transformers eager'
     python scripts/bench_decode.py --quick
 
@@ -204,10 +204,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--patience", type=positive, default=PATIENCE, metavar="S", help="seconds a prompt may take")
     parser.add_argument("--quick", action="store_true", help="a tiny model, a few steps: does it run at all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="tokens a second against the context, as SVG")
     a = parser.parse_args(argv)
-    for option in ("json", "plot"):
-        check_folder(getattr(a, option), f"--{option}")
+    check_folder(a.json, "--json")
     cores = os.cpu_count() or 1
     quick: dict[str, Any] = QUICK if a.quick else {}
     a.models = choice(a.models or quick.get("models", DEFAULT), list(MODELS), "model")
@@ -236,8 +234,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = (model.name, context, threads)
         done[key] = before[key] if key in before else measure(plan, model, context, threads)
         write(progress, json.dumps(values(settings, before | done)))
-    if a.plot is not None:
-        report.plot([cell for cells, _ in done.values() for cell in cells], a.plot)
     told(argv, settings, done).report(a.json)
     progress.unlink()
     without = {name: why for _, missed in done.values() for name, why in missed.items()}
@@ -255,7 +251,8 @@ def told(argv: Sequence[str] | None, settings: dict[str, Any], done: Done) -> Fi
         lines += [f"not measured: {name}: {why}" for name, why in without.items()]
         notes += [f"{title}:\n\n" + "\n".join(f"- {line}" for line in lines)] * bool(lines)
         versions |= {package: number for cell in cells for package, number in cell.versions.items()}
-    return Figures(typed("bench_decode.py", argv), tables, notes, values(settings, done), versions)
+    panels = report.panels([cell for cells, _ in done.values() for cell in cells])
+    return Figures(typed("bench_decode.py", argv), tables, notes, values(settings, done), panels, versions)
 
 
 def values(settings: dict[str, Any], done: Done) -> dict[str, Any]:

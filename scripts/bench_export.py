@@ -30,6 +30,7 @@ from engines import bundle as bundles
 from engines.errors import Parser, UserError, command
 from engines.manifest import WEIGHTS
 from figures import Figures, typed, versions
+from plots import Panel
 from reporting import check_folder, choice
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,7 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [measure(name, arguments.keep or Path(temporary), options) for name in arguments.models]
     notes = [f"build.py {' '.join(options)}", NOTE]
     values = {"build": options, "rows": [{**asdict(row), "share": row.share} for row in rows]}
-    Figures(typed("bench_export.py", argv), {"": table(rows)}, notes, values, versions(PACKAGES)).report(arguments.json)
+    panel = Panel("building a bundle", "", "seconds", {row.name: [[row.seconds]] for row in rows})
+    told = {"": table(rows)}, notes, values, [panel], versions(PACKAGES)
+    Figures(typed("bench_export.py", argv), *told).report(arguments.json)
     return 0
 
 

@@ -37,6 +37,7 @@ from engines import bundle as bundles
 from engines.errors import Parser, UserError, command, positive
 from engines.manifest import WEIGHTS
 from figures import PACKAGES, Figures, typed, versions
+from plots import Panel
 from reporting import check_folder
 
 START = Path(__file__).with_name("cold_start.py")
@@ -174,7 +175,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [row(name, state, starts, weights[name]) for state, starts in found.items() for name in starts]
     values = {"rows": [asdict(row) for row in rows], "starts": found}
     table, note = {"": [list(HEADER), *map(cells, rows)]}, NOTE.format(times=arguments.times)
-    Figures(typed("bench_load.py", argv), table, [note], values, versions(packages)).report(arguments.json)
+    lines = {f"{row.who}, {row.files}": [[row.seconds[-1]]] for row in rows}
+    panel = Panel(f"from the start to {PARTS[-1]}", "", "seconds", lines)
+    Figures(typed("bench_load.py", argv), table, [note], values, [panel], versions(packages)).report(arguments.json)
 
 
 if __name__ == "__main__":

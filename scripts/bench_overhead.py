@@ -37,6 +37,7 @@ from engines.bundle import Bundle, Graph
 from engines.errors import Parser, UserError, command, positive
 from engines.ort import OrtSession
 from figures import Figures, typed
+from plots import Panel
 from reporting import QUESTION, check_folder
 from runtime import backends
 from runtime.backends import load
@@ -236,7 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = arguments.bundle or build(arguments.keep or Path(temporary))
         rows = measure(path, arguments.level, arguments.tokens)
     seconds = {"seconds": [asdict(row) for row in rows]}
-    Figures(typed("bench_overhead.py", argv), {"": table(rows)}, [NOTE], seconds).report(arguments.json)
+    panel = Panel("the runtime's own share of a step", "", "%", {row.way: [[100 * row.overhead]] for row in rows})
+    Figures(typed("bench_overhead.py", argv), {"": table(rows)}, [NOTE], seconds, [panel]).report(arguments.json)
     return 0
 
 

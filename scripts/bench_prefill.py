@@ -33,6 +33,7 @@ import runtime
 from engines import bundle as bundles
 from engines.errors import Parser, UserError, command, positive
 from figures import Figures, typed
+from plots import Panel
 from reporting import check_folder
 from runtime.model import VLM
 
@@ -235,9 +236,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"{path} was not built by this script: leave it out, or give the one of --keep")
         rows = measure(path, arguments.images, arguments.times)
     table, note = {"": [[*HEADER, *RATIOS], *map(cells, rows)]}, NOTE.format(times=arguments.times)
-    Figures(
-        typed("bench_prefill.py", argv), table, [note], {"rows": [asdict(row) | {"share": row.share} for row in rows]}
-    ).report(arguments.json)
+    lines: dict[str, list[list[float]]] = {}
+    for each in rows:
+        lines.setdefault(f"ours, {each.images} images", []).append([each.pruned, each.first])
+    panel = Panel("until the first token", "visual tokens that are pruned, %", "seconds", lines)
+    values = {"rows": [asdict(row) | {"share": row.share} for row in rows]}
+    Figures(typed("bench_prefill.py", argv), table, [note], values, [panel]).report(arguments.json)
 
 
 if __name__ == "__main__":

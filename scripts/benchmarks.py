@@ -138,7 +138,7 @@ BENCHMARKS = {
     "prefill": Benchmark("Time to the first token", "bench_prefill.py", ["--keep", WORK / "prefill"]),
     "compact": Benchmark("Compaction", "bench_compact.py", [WORK / "demo"], ["demo"]),
     "load": Benchmark("Cold start", "bench_load.py", [WORK / "demo", "--checkpoint", "models/demo-vlm"], ["demo"]),
-    "decode": Benchmark("Decoding", "bench_decode.py", ["--home", WORK / "decode", "--plot", FOLDER / "decode.svg"]),
+    "decode": Benchmark("Decoding", "bench_decode.py", ["--home", WORK / "decode"]),
     "overhead": Benchmark("The runtime's own time", "bench_overhead.py", ["--keep", WORK / "overhead"]),
     "latency": Benchmark(
         "ONNX Runtime and TensorRT", "compare_latency.py", [WORK / "demo", "--threads", "1"], ["demo"]
@@ -203,8 +203,8 @@ def render(known: Mapping[str, Figures]) -> str:
             parts.append(f"```\n{known[name].command}\n```\n\n{known[name].text()}".rstrip("\n"))
         else:
             parts.append(f"Not measured:  python scripts/benchmarks.py {name}")
-        if (plot := FOLDER / f"{name}.svg") and (ROOT / plot).is_file():
-            parts.append(f"\n![{benchmark.title}]({plot.as_posix()})")
+        if name in known and known[name].panels:
+            parts.append(f"\n![{benchmark.title}]({(FOLDER / name).as_posix()}.svg)")
     return "\n".join(parts) + "\n"
 
 
@@ -224,6 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 make(folder)
             run([f"scripts/{benchmark.script}", *map(str, benchmark.options), "--json", str(file)])
     known = {name: figures.read(file) for name in BENCHMARKS if (file := FOLDER / f"{name}.json").exists()}
+    for name, each in known.items():
+        each.draw(FOLDER / f"{name}.svg")
     write(FILE, render(known))
     print(f"wrote {FILE}")
 

@@ -38,6 +38,7 @@ from engines.bundle import Bundle
 from engines.cuda import Array
 from engines.errors import Parser, UserError, command
 from figures import Figures, typed, versions
+from plots import Panel
 from reporting import check_folder
 from runtime import backends
 from runtime.backends import NAMES, load
@@ -343,7 +344,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "not_measured": missing,
     }
     tables, notes = report(stats, latencies, differences, missing)
-    Figures(typed("compare_latency.py", argv), tables, notes, values, versions(PACKAGES)).report(arguments.json)
+    lines = {f"{row.backend} {row.graph}": [[1e3 * row.median]] for row in latencies}
+    told = tables, notes, values, [Panel("a call", "", "milliseconds", lines)], versions(PACKAGES)
+    Figures(typed("compare_latency.py", argv), *told).report(arguments.json)
 
 
 if __name__ == "__main__":

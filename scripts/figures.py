@@ -1,4 +1,4 @@
-"""What a benchmark measured: the tables that it prints are those in its JSON file and in BENCHMARKS.md."""
+"""What a benchmark measured: its tables, which are those of its JSON file and of BENCHMARKS.md, and its plot."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import UserError, one_line
+from plots import Panel, draw
 from reporting import markdown, write
 
 PACKAGES = ("numpy", "onnxruntime")
@@ -71,6 +72,7 @@ class Figures:
         tables: title -> rows of cells, the first of them the header.
         notes: what columns mean; what was not measured, and why.
         values: all that was measured, as numbers.
+        panels: that are drawn; none: there is no plot.
         versions: package -> version, the peers' too.
     """
 
@@ -78,6 +80,7 @@ class Figures:
     tables: dict[str, list[list[str]]]
     notes: list[str]
     values: dict[str, Any]
+    panels: list[Panel] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=lambda: versions(PACKAGES))
     machine: dict[str, Any] = field(default_factory=machine)
 
@@ -98,10 +101,22 @@ class Figures:
         )
 
     def report(self, file: Path | None) -> None:
-        """Print it; and where a file is given, keep it."""
+        """Print it; and where a file is given, keep it, and the plot beside it."""
         print(self.text(), end="")
         if file is not None:
             write(file, json.dumps(asdict(self), indent=1) + "\n")
+            self.draw(file.with_suffix(".svg"))
+
+    def draw(self, file: Path) -> None:
+        """Draw the panels, if there are any, where matplotlib is installed."""
+        if not self.panels:
+            return
+        try:
+            drawn = draw(self.panels)
+        except ImportError as error:
+            print(f"without a plot: {error}: pip install matplotlib", file=sys.stderr)
+        else:
+            write(file, drawn)
 
 
 def read(file: Path) -> Figures:
@@ -111,8 +126,9 @@ def read(file: Path) -> Figures:
         UserError: they are not.
     """
     try:
-        return Figures(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        return Figures(**known | {"panels": [Panel(**panel) for panel in known["panels"]]})
+    except (OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(f"{file} has no figures of a benchmark: {one_line(error)}: measure them again") from error
 
 

@@ -1,15 +1,14 @@
-"""What bench_decode.py tells: cells, their table, the targets, a plot."""
+"""What bench_decode.py tells: cells, their table, the targets, panels of a plot."""
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from plots import Panel
 
 EDGE, OFF, BALANCED = "genai ", "ours off", "ours balanced"
 EAGER = "transformers eager"
@@ -138,35 +137,13 @@ def compactions(cells: Sequence[Cell]) -> list[str]:
     return lines
 
 
-def plot(cells: Sequence[Cell], path: Path) -> None:
+def panels(cells: Sequence[Cell]) -> list[Panel]:
     """Tokens a second against the context: a panel a model and number of threads."""
-    from matplotlib.figure import Figure
-
-    panels = list(dict.fromkeys((cell.model, cell.threads) for cell in cells))
-    figure = Figure(figsize=(5.2 * len(panels), 4.6), layout="constrained")
-    names = list(dict.fromkeys(cell.way for cell in cells))
-    for number, (model, threads) in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), number + 1)
-        for place, name in enumerate(names):
-            own = sorted(
-                (c for c in cells if (c.model, c.threads, c.way) == (model, threads, name)), key=lambda c: c.context
-            )
-            if own:
-                style = "-o" if name.startswith("ours") else "--s"
-                axes.plot(
-                    [c.context for c in own], [c.tokens_per_second for c in own], style, color=f"C{place % 10}",
-                    alpha=1 if place < 10 else 0.5, markersize=4, linewidth=1.2, label=name,
-                )  # fmt: skip
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_title(f"{model}, {threads} thread{'s' * (threads > 1)}", fontsize=10)
-        axes.set_xlabel("tokens in the cache")
-        axes.set_ylabel("tokens a second")
-        axes.grid(True, which="both", alpha=0.2)
-    handles: dict[str, Any] = {}
-    for axes in figure.axes:
-        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=min(4, len(handles)), fontsize=7)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    path.write_text(re.sub(r"[ \t]+$", "", buffer.getvalue(), flags=re.MULTILINE), encoding="utf-8")
+    found: dict[tuple[str, int], dict[str, list[list[float]]]] = {}
+    for cell in cells:
+        lines = found.setdefault((cell.model, cell.threads), {})
+        lines.setdefault(cell.way, []).append([cell.context, cell.tokens_per_second])
+    return [
+        Panel(f"{model}, {threads} thread{'s' * (threads > 1)}", "tokens in the cache", "tokens a second", lines, True)
+        for (model, threads), lines in found.items()
+    ]

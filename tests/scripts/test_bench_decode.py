@@ -127,7 +127,7 @@ def test_a_group_is_measured_in_processes(
     monkeypatch.setattr(bench_decode, "MODELS", {"toy": TOY})
     monkeypatch.setattr(bench_decode, "tokens", lambda count: [5 + i % 20 for i in range(min(count, 12))])
     monkeypatch.setitem(ways.ALIKE, False, -1.0)  # what the toy drops is much of what it knows
-    files = ["--home", str(tmp_path), "--json", str(tmp_path / "decode.json"), "--plot", str(tmp_path / "decode.svg")]
+    files = ["--home", str(tmp_path), "--json", str(tmp_path / "decode.json")]
     line = ["--models", "toy", "--threads", "1", "--rounds", "2", "--steps", "3", *files]
     report_of = bench_decode.told
 

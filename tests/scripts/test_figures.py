@@ -8,11 +8,16 @@ import pytest
 
 import figures
 from engines.errors import UserError
+from plots import Panel
 
 
 def some() -> figures.Figures:
     tables = {"": [["who", "ms"], ["ours", "1.0"]], "two threads": [["who", "ms"], ["theirs", "2.0"]]}
-    return figures.Figures("python scripts/x.py", tables, ["ms: a call."], {"seconds": [0.001]})
+    panels = [
+        Panel("lines", "x", "y", {"ours": [[1.0, 2.0], [4.0, 1.0]]}, True),
+        Panel("bars", "", "y", {"a": [[3.0]]}),
+    ]
+    return figures.Figures("python scripts/x.py", tables, ["ms: a call."], {"seconds": [0.001]}, panels)
 
 
 def test_what_is_kept_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,6 +28,16 @@ def test_what_is_kept_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "| ours | 1.0 |" in printed
     assert "two threads:\n\n| who    | ms  |" in printed
     assert figures.processor() in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.json", "x.svg"]
+    drawn = (tmp_path / "x.svg").read_text()
+    assert drawn.count("<!-- ours -->") == 1
+    assert "<!-- bars -->" in drawn
+    some().report(tmp_path / "x.json")
+    assert (tmp_path / "x.svg").read_text() == drawn
+
+
+def test_without_panels_there_is_no_plot(tmp_path: Path) -> None:
+    figures.Figures("x", {"": [["a"]]}, [], {}).report(tmp_path / "x.json")
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
