@@ -55,7 +55,7 @@ def test_every_graph_is_timed_and_compared(
     state = sum(spec.nbytes for spec in bundle.manifest.graphs["compact_tight_40"].inputs)
     assert values["request"]["kv_bytes"] == state
     assert sorted(values["not_measured"]) == ["trt", "trt-rtx"]
-    assert [p.name for p in tmp_path.iterdir()] == ["latency.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latency.json", "latency.svg"]
 
     assert printed.err == ""
     for text in (*graphs, f"{state:,} bytes", "not another backend", "not measured: trt: no NVIDIA GPU here"):
