@@ -117,6 +117,9 @@ def near(queries: Tensor, keys: Tensor, window: int) -> Tensor:
 def attention_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Grouped-query logits without repeating keys.
 
+    A single query of each head is a product of its own: ONNX Runtime multiplies one row by keys as they lie, and for
+    several it copies them first. A scale behind the product would become a part of it, which it then copies for too.
+
     Args:
         query: [batch, heads, queries, head_dim]; key: [batch, kv_heads, tokens, head_dim].
         scale: a `Scale` where the model caps its logits.
@@ -126,8 +129,11 @@ def attention_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """
     batch, heads, queries, head_dim = query.shape
     kv_heads = key.shape[1]
-    grouped = query.reshape(batch, kv_heads, -1, head_dim)
-    logits = grouped @ key.transpose(2, 3) * float(scale)
+    if queries == 1:
+        single = (query * float(scale)).reshape(batch, kv_heads, -1, 1, head_dim)
+        logits = single @ key[:, :, None].transpose(3, 4)
+    else:
+        logits = query.reshape(batch, kv_heads, -1, head_dim) @ key.transpose(2, 3) * float(scale)
     if cap := softcap_of(scale):
         logits = (logits / cap).tanh() * cap
     return logits.reshape(batch, kv_heads, heads // kv_heads, queries, key.shape[2])
@@ -143,6 +149,8 @@ def mix_values(attention: Tensor, value: Tensor) -> Tensor:
         [batch, heads, queries, head_dim].
     """
     batch, kv_heads, group, queries, tokens = attention.shape
+    if queries == 1:
+        return (attention @ value[:, :, None]).reshape(batch, kv_heads * group, 1, value.shape[-1])
     rows = attention.reshape(batch, kv_heads, group * queries, tokens) @ value
     return rows.reshape(batch, kv_heads * group, queries, value.shape[-1])
 

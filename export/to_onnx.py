@@ -138,6 +138,7 @@ def _tidy(model: ir.Model) -> None:
     TensorRT takes no function with fewer, and ONNX Runtime none with fewer at the end.
     """
     _turn(model)
+    _divide(model)
     fold_constants(model)
     passes = ir.passes.Sequential(common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass())
     passes(model)
@@ -147,6 +148,20 @@ def _tidy(model: ir.Model) -> None:
         masses = node.outputs[1:] if node.op_type == OPERATORS["quant_kv_attention"].name else ()
         if masses and not any(mass.uses() or mass.is_graph_output() for mass in masses):
             node.attributes["masses"] = ir.AttrInt64("masses", 0)
+
+
+def _divide(model: ir.Model) -> None:
+    """What is multiplied by 1 / sqrt is divided by sqrt: the form of RMSNorm that ONNX Runtime runs as one node."""
+    for node in list(model.graph):
+        for number, factor in enumerate(node.inputs if node.op_type == "Mul" and not node.domain else ()):
+            inverse = factor.producer() if factor is not None else None
+            root = inverse.inputs[0] if inverse is not None and inverse.op_type == "Reciprocal" else None
+            maker = root.producer() if root is not None else None
+            if maker is not None and maker.op_type == "Sqrt":
+                quotient = ir.Node("", "Div", [node.inputs[1 - number], root])
+                old, new = [node.outputs[0]], [quotient.outputs[0]]
+                ir.convenience.replace_nodes_and_values(model.graph, node, [node], [quotient], old, new)
+                break
 
 
 def _turn(model: ir.Model) -> None:
