@@ -138,12 +138,20 @@ def compactions(cells: Sequence[Cell]) -> list[str]:
 
 
 def panels(cells: Sequence[Cell]) -> list[Panel]:
-    """Tokens a second against the context: a panel a model and number of threads."""
+    """Tokens a second, against the context where there are several: a panel a model and number of threads."""
     found: dict[tuple[str, int], dict[str, list[list[float]]]] = {}
     for cell in cells:
         lines = found.setdefault((cell.model, cell.threads), {})
         lines.setdefault(cell.way, []).append([cell.context, cell.tokens_per_second])
-    return [
-        Panel(f"{model}, {threads} thread{'s' * (threads > 1)}", "tokens in the cache", "tokens a second", lines, True)
-        for (model, threads), lines in found.items()
-    ]
+    drawn = []
+    for (model, threads), lines in found.items():
+        title, contexts = (
+            f"{model}, {threads} thread{'s' * (threads > 1)}",
+            {x for line in lines.values() for x, _ in line},
+        )
+        if len(contexts) > 1:
+            drawn.append(Panel(title, "tokens in the cache", "tokens a second", lines, True))
+        else:
+            bars = {name: [[y]] for name, ((_, y),) in lines.items()}
+            drawn.append(Panel(f"{title}, {contexts.pop():,} tokens in the cache", "", "tokens a second", bars))
+    return drawn
