@@ -197,7 +197,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=_numbers, metavar="N,N", help="default: 1, and 2 where there are two cores")
     parser.add_argument("--runs", type=positive, metavar="N", help=f"rounds; default: {RUNS}")
     parser.add_argument("--quick", action="store_true", help="a few rounds, few slots, warm caches: does it run at all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
+    )
     arguments = parser.parse_args(argv)
     check_folder(arguments.json, "--json")
     cores = os.cpu_count() or 1

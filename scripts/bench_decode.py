@@ -203,7 +203,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--patience", type=positive, default=PATIENCE, metavar="S", help="seconds a prompt may take")
     parser.add_argument("--quick", action="store_true", help="a tiny model, a few steps: does it run at all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
+    )
     a = parser.parse_args(argv)
     check_folder(a.json, "--json")
     cores = os.cpu_count() or 1

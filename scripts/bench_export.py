@@ -155,7 +155,9 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     known = ", ".join(random_checkpoint.SIZES)
     parser.add_argument("models", help=f"comma-separated: {known}")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write and build there, and leave it, for a next time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
+    )
     arguments = parser.parse_args(own)
     check_folder(arguments.json, "--json")
     arguments.models = choice(arguments.models, list(random_checkpoint.SIZES), "model")

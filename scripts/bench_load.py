@@ -150,7 +150,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=positive, default=8, metavar="N", help="of the answer; default: 8")
     parser.add_argument("--times", type=positive, default=9, metavar="N", help="starts each; default: 9")
     parser.add_argument("--quick", action="store_true", help="one start each: does it run at all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
+    )
     arguments = parser.parse_args(argv)
     check_folder(arguments.json, "--json")
     if arguments.quick:

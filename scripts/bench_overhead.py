@@ -222,7 +222,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--level", help="of the bundle; default: its own")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="build there, and leave it, for a next time")
     parser.add_argument("--tokens", type=positive, default=60, metavar="N", help="generated each time; default: 60")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
+    )
     arguments = parser.parse_args(argv)
     check_folder(arguments.json, "--json")
     if arguments.bundle and arguments.keep:

@@ -214,7 +214,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pruned", type=_shares, metavar="P,P", help="percent; default: 0,25,50,75,89")
     parser.add_argument("--times", type=positive, metavar="N", help="turns; default: 5")
     parser.add_argument("--quick", action="store_true", help="a tiny decoder, few images, one turn: does it run at all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
+    )
     arguments = parser.parse_args(argv)
     check_folder(arguments.json, "--json")
     if arguments.bundle and arguments.keep:

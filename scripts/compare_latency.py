@@ -306,7 +306,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--backend", action="append", metavar="NAME", help=f"only this one: {', '.join(NAMES)}; repeat it"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: ONNX Runtime's choice)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
+    )
     arguments = parser.parse_args(argv)
     for name in ("runs", "images", "threads"):
         if (value := getattr(arguments, name)) is not None and value < 1:

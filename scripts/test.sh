@@ -3,7 +3,7 @@
 #
 #     scripts/test.sh                                  what continuous integration runs
 #     scripts/test.sh -m "not slow"                    what takes seconds
-#     scripts/test.sh -m ""                            everything, half as long again
+#     scripts/test.sh -m ""                            everything, also what takes minutes
 #     scripts/test.sh tests/engines -k ort
 set -euo pipefail
 

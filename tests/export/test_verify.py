@@ -37,7 +37,7 @@ def test_the_first_layer_has_none_before_it() -> None:
         checked([0, 1.1 * KERNEL_TOLERANCE, 0])
 
 
-def test_without_kernels_nothing_adds_up() -> None:
+def test_without_our_operators_nothing_adds_up() -> None:
     for number in range(len(NAMES)):
         errors = [0.0] * len(NAMES)
         errors[number] = 1.1 * KERNEL_TOLERANCE
