@@ -1,7 +1,7 @@
 """How the next token is chosen from the model's logits: as Hugging Face's `generate` chooses it, in numpy.
 
 The largest logit is made 0 first: only differences count, and dividing them by a small temperature overflows nothing.
-Filters work on e to the power of that, the weights, and make 0 of what they drop.
+Filters work on e to the power of that, the weights.
 """
 
 from __future__ import annotations
@@ -118,14 +118,34 @@ class Sampler:
             token = int(self._own.argmax())
         if s.temperature != 0:
             self._own -= self._own[token]
-            token = self._draw(weigh(self._own, self._other, s))
+            weights, tokens = weigh(self._own, s)
+            place = self._draw(weights, self._other[: len(weights)])
+            token = place if tokens is None else int(tokens[place])
         self._said.add(token)
         return token
 
-    def _draw(self, weights: np.ndarray) -> int:
-        """One of V: a block of tokens by its weight, then one of them."""
-        block = self._pick(block_sums(weights)) * BLOCK
-        return block + self._pick(weights[block : block + BLOCK].astype(np.float64))
+    def _draw(self, weights: np.ndarray, other: np.ndarray) -> int:
+        """One of the weights [N], the largest of which is 1, if top-p and min-p keep it; `other` [N] is overwritten.
+
+        Top-p is asked of what was drawn alone, as sorting a vocabulary takes longer: where it drops that, it drops all
+        that is no likelier too, and one of the others is drawn. So each is drawn by its share of those that stay.
+        """
+        s = self._sampling
+        sums = block_sums(weights)
+        total = sums.sum()
+        if s.min_p:
+            weights *= weights >= s.min_p
+            sums = block_sums(weights)
+        while True:
+            block = self._pick(sums) * BLOCK
+            place = block + self._pick(weights[block : block + BLOCK].astype(np.float64))
+            if s.top_p == 1:
+                return place
+            likelier(weights, place, other)
+            sums = block_sums(other)
+            if sums.sum() < max(s.top_p * total, 0.5):  # half of the largest weight: that one stays at any p
+                return place
+            weights, other = other, weights
 
     def _pick(self, weights: np.ndarray) -> int:
         cumulative = weights.cumsum()
@@ -145,56 +165,36 @@ def penalize(logits: np.ndarray, tokens: set[int], penalty: float) -> None:
     logits[said] = np.where(its < 0, its * penalty, its / penalty)
 
 
-def weigh(scores: np.ndarray, other: np.ndarray, s: Sampling) -> np.ndarray:
-    """Each token's probability over the likeliest's, and 0 where a filter drops it; in one of both arrays, [V].
+def weigh(scores: np.ndarray, s: Sampling) -> tuple[np.ndarray, np.ndarray | None]:
+    """Probabilities over the likeliest's, after temperature and top-k, and which tokens' they are, if not all V.
 
     Args:
-        scores: logits whose largest is 0.
+        scores: logits [V] whose largest is 0; they are overwritten.
     """
     scores /= np.float32(s.temperature)
-    if not 0 < s.top_k < len(scores):
-        return filtered(np.exp(scores, out=scores), other, s)
-    tokens = largest(scores, s.top_k)
-    few = filtered(np.exp(scores[tokens]), other[: len(tokens)], s)
-    other[:] = 0
-    other[tokens] = few
-    return other
+    tokens = largest(scores, s.top_k) if 0 < s.top_k < len(scores) else None
+    few = scores if tokens is None else scores[tokens]
+    return np.exp(few, out=few), tokens
 
 
-def filtered(weights: np.ndarray, other: np.ndarray, s: Sampling) -> np.ndarray:
-    """Weights with 0 in the place of what top-p and min-p drop; the largest is 1."""
-    least = max(top_p(weights, other, s.top_p) if s.top_p < 1 else 0, s.min_p)
-    if least:
-        weights *= weights >= least
-    return weights
+def likelier(weights: np.ndarray, place: int, out: np.ndarray) -> None:
+    """The weights [N] that are larger than the one at `place`, and its equals behind it; 0 in place of all others."""
+    upto, after = slice(place + 1), slice(place + 1, None)
+    np.multiply(weights[upto], weights[upto] > weights[place], out=out[upto])
+    np.multiply(weights[after], weights[after] >= weights[place], out=out[after])
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
     """Where the `count` largest of [V] stand, and what equals the last of them, in the order of V."""
     most = np.maximum.reduceat(values, np.arange(0, len(values), BLOCK))
-    # So many blocks have one that is as large as this: what is smaller is none of the largest.
-    least = np.partition(most, -count)[-count] if count <= len(most) else -np.inf
-    found = (values >= least).nonzero()[0]
+    if count < len(most):  # so many blocks hold one that is as large as this: no other block has one of the largest
+        blocks = (most >= np.partition(most, -count)[-count]).nonzero()[0]
+        found = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+        found = found[found < len(values)]
+    else:
+        found = np.arange(len(values))
     its = values[found]
     return found[its >= np.partition(its, -count)[-count]] if count < len(found) else found
-
-
-def top_p(weights: np.ndarray, other: np.ndarray, p: float) -> float:
-    """The least weight that stays if the smallest go while all of them have at most 1 - p; of its equals the first go.
-
-    Those equals are made 0 here.
-    """
-    other[:] = weights
-    other.sort()
-    sums = block_sums(other).cumsum()
-    most = (1 - p) * sums[-1]
-    block = int(sums[:-1].searchsorted(most, side="right"))
-    own = other[block * BLOCK : (block + 1) * BLOCK].astype(np.float64).cumsum() + (sums[block - 1] if block else 0)
-    dropped = block * BLOCK + int(own[:-1].searchsorted(most, side="right"))
-    edge = other[dropped]
-    if equals := dropped - int(other.searchsorted(edge)):
-        weights[(weights == edge).nonzero()[0][:equals]] = 0
-    return float(edge)
 
 
 class Distribution:
@@ -215,12 +215,13 @@ class Distribution:
             self._scores, self._weights = np.empty((2, len(logits)), np.float32)
         best = logits.max()
         np.subtract(logits, best, out=self._scores)
-        np.maximum(
-            self._scores, -200, out=self._scores
-        )  # e to the -200 is 0 in float32, and 0 times it, unlike -inf, 0
         np.exp(self._scores, out=self._weights)
         total = float(self._weights.sum())
-        self.entropy = max(math.log(total) - float(self._weights @ self._scores) / total, 0.0)
+        with np.errstate(invalid="ignore"):
+            mean = float(self._weights @ self._scores)
+        if math.isnan(mean):  # 0 * -inf; e to the -200 is 0 in float32, and 0 times that is 0
+            mean = float(self._weights @ np.maximum(self._scores, -200))
+        self.entropy = max(math.log(total) - mean / total, 0.0)
         self.total = float(best) + math.log(total)
 
     def logprob(self, logits: np.ndarray, token: int, top: int) -> Logprob:

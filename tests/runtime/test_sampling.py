@@ -56,12 +56,37 @@ def kept(scores: np.ndarray) -> list[int]:
 
 
 def weights(values: np.ndarray, **options: Any) -> np.ndarray:
-    return sampling.weigh(values - values.max(), np.empty_like(values), Sampling(**{"temperature": 1.0, **options}))
+    """Of each token, as a sampler draws by it, but for top-p and min-p."""
+    few, tokens = sampling.weigh(values - values.max(), Sampling(**{"temperature": 1.0, **options}))
+    own = np.zeros_like(values)
+    own[slice(None) if tokens is None else tokens] = few
+    return own
+
+
+def drawn(values: np.ndarray, **options: Any) -> list[int]:
+    """Tokens that a sampler takes as soon as its numbers fall on them; of those with a chance that floats can hit."""
+    own = weights(values, **options)
+    own *= own >= options.get("min_p", 0)
+    own = own.astype(np.float64)
+    found = []
+    for token in np.flatnonzero(own > math.exp(-25)).tolist():
+        start = token - token % sampling.BLOCK
+        block, before = own[start : start + sampling.BLOCK], own[:start].sum()
+        first = (before + block.sum() / 2) / own.sum()
+        second = (own[start:token].sum() + own[token] / 2) / block.sum()
+        sampler = Sampler(Sampling(**{"temperature": 1.0, **options}))
+        with patch.object(sampler, "_random", SimpleNamespace(random=iter([first, second]).__next__)):
+            try:
+                assert sampler.choose(values) == token
+                found.append(token)
+            except StopIteration:  # it asked for another number, as this token was refused
+                pass
+    return found
 
 
 def possible(values: np.ndarray) -> set[int]:
-    """What float32 has a probability for."""
-    return set(np.flatnonzero(values - values.max() > -80).tolist())
+    """What a random number falls on, but for rounding."""
+    return set(np.flatnonzero(values - values.max() > -25).tolist())
 
 
 @given(logits(), st.sampled_from([0.05, 0.3, 0.7, 1.0, 1.3, 20.0]))
@@ -87,7 +112,7 @@ def test_top_k(values: np.ndarray, k: int, block: int) -> None:
 def test_top_p(values: np.ndarray, p: float, block: int) -> None:
     theirs = processed(values, [0], top_p=p)
     with patch.object(sampling, "BLOCK", block):
-        ours = np.flatnonzero(weights(values, top_p=p)).tolist()
+        ours = drawn(values, top_p=p)
     # The formula: from the least likely on, dropped while all that is dropped has at most 1 - p.
     probabilities, total, wanted, near = softmax(values), 0.0, [], False
     order = sorted(range(len(values)), key=lambda i: (values[i], i))
@@ -107,18 +132,14 @@ def test_top_p(values: np.ndarray, p: float, block: int) -> None:
 def test_top_p_of_equals_at_its_very_edge(p: float, count: int) -> None:
     """Eight of 1/8 each, which floats hold exactly: at most 1 - p is dropped, the first of them first."""
     with patch.object(sampling, "BLOCK", 3):
-        ours = weights(np.full(8, 2.5, np.float32), top_p=p)
-    assert (
-        np.flatnonzero(ours).tolist()
-        == list(range(8 - count, 8))
-        == kept(processed(np.full(8, 2.5, np.float32), [0], top_p=p))
-    )
+        ours = drawn(EQUALS, top_p=p)
+    assert ours == list(range(8 - count, 8)) == kept(processed(EQUALS, [0], top_p=p))
 
 
 @given(logits(), st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0, 1)))
 def test_min_p(values: np.ndarray, p: float) -> None:
     theirs = processed(values, [0], min_p=p)
-    ours = np.flatnonzero(weights(values, min_p=p)).tolist()
+    ours = drawn(values, min_p=p)
     probabilities = softmax(values)
     shares = [probability / max(probabilities) for probability in probabilities]
     wanted = {i for i, share in enumerate(shares) if share >= p}
@@ -212,7 +233,10 @@ def test_temperature_0_is_the_limit() -> None:
 
 @given(logits(), st.integers(0, 2**32), st.sampled_from([3, 7, 256]), st.sampled_from([0, 4]), st.floats(0.1, 1))
 def test_which_tokens_a_seed_gives(values: np.ndarray, seed: int, block: int, k: int, p: float) -> None:
-    """The first number chooses a block of the vocabulary by its weight, the second one of its tokens."""
+    """The first number chooses a block of the vocabulary by its weight, the second one of its tokens.
+
+    One that top-p drops makes all that is no likelier 0, and two more numbers are drawn.
+    """
 
     def first(shares: list[float], number: float) -> int:
         reached, sought = 0.0, number * sum(shares)
@@ -227,13 +251,24 @@ def test_which_tokens_a_seed_gives(values: np.ndarray, seed: int, block: int, k:
     setting, numbers = Sampling(0.9, k, p, seed=seed), np.random.default_rng(seed)
     with patch.object(sampling, "BLOCK", block):
         sampler = Sampler(setting)
-        own = weights(values, temperature=0.9, top_k=k, top_p=p).astype(np.float64).tolist()
-        blocks = [own[start : start + block] for start in range(0, len(own), block)]
+        own = weights(values, temperature=0.9, top_k=k).astype(np.float64)
+        tokens = np.flatnonzero(own) if k else np.arange(len(own))  # in the order that they are drawn from
         for _ in range(4):
-            token = sampler.choose(values)
-            chosen = first([sum(each) for each in blocks], numbers.random())
-            place = first(blocks[chosen], numbers.random())
-            assert token == chosen * block + place or -1 in (chosen, place)
+            left = own[tokens].tolist()
+            while True:
+                blocks = [left[start : start + block] for start in range(0, len(left), block)]
+                chosen = first([sum(each) for each in blocks], numbers.random())
+                place = first(blocks[chosen], numbers.random())
+                if -1 in (chosen, place):
+                    return
+                place += chosen * block
+                rest = [share if (share, other) > (left[place], place) else 0.0 for other, share in enumerate(left)]
+                if abs(sum(rest) - p * sum(own)) < 1e-5 * sum(own):
+                    return
+                if p == 1 or sum(rest) < p * sum(own) or not any(rest):
+                    break
+                left = rest
+            assert sampler.choose(values) == tokens[place]
 
 
 def test_a_seed_gives_the_same_tokens_whatever_other_requests_draw() -> None:
