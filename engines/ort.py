@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engines import cuda, external, releases
+from engines import cuda, external, products, releases
 from engines.backend import Status, Tensors, check_feeds
 from engines.cuda import Array, Device
 from engines.cuda_session import CudaSession
@@ -95,6 +95,7 @@ class OrtSession:
         stream: int | None = None,
         arena: bool = True,
         mapped: bool = False,
+        few_rows: bool = False,
     ) -> None:
         """Load a graph; its external data is memory-mapped from the same folder.
 
@@ -107,6 +108,7 @@ class OrtSession:
             mapped: read float weights where they are mapped, once for all sessions, in every run. Else ONNX Runtime
                 copies them, of each graph anew, into the order and type that its products take, and is quicker
                 (`backends.load` tells by how much).
+            few_rows: its products have so few (`products.few`) that our kernel multiplies by weights that are mapped.
 
         Raises:
             UserError: a file is missing, or ONNX Runtime refuses it.
@@ -119,9 +121,16 @@ class OrtSession:
         # rest of the machine (2 busy cores, demo prefill of 304 tokens: 303 ms spinning, 140 ms not, 143 ms on one).
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.enable_cpu_mem_arena = options.enable_mem_pattern = arena
-        self._weights = _shared(ort, options, self.path) if mapped else []
+        model: str | bytes = str(path)
+        weights = _mapped(self.path) if mapped else {}
+        self._weights = _shared(ort, options, weights)
         if mapped:
             options.add_session_config_entry("session.disable_prepacking", "1")
+        if weights and few_rows and library is not None:
+            matrices = [name for name, array in weights.items() if array.dtype == np.float32 and array.ndim == 2]
+            model = products.exchange(self.path.read_bytes(), matrices)
+            folder = str(self.path.parent.resolve())  # of all other weights, which the bytes alone do not tell
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         if threads is not None:
             options.intra_op_num_threads = threads
         if library is not None:
@@ -137,7 +146,7 @@ class OrtSession:
             chosen = [(name, settings[name]) if name in settings else name for name in providers()]
             halves = any(value.data_type() == "tensor(float16)" for value in self._weights)
             passes = WIDENING if halves else ()
-            self._session = ort.InferenceSession(str(path), options, providers=chosen, disabled_optimizers=passes)
+            self._session = ort.InferenceSession(model, options, providers=chosen, disabled_optimizers=passes)
         except Exception as error:  # every failure to load is a class of its own, without a common base
             raise UserError(f"{path}: ONNX Runtime {ort.__version__} cannot load it: {one_line(error)}") from error
         self.provider: str = self._session.get_providers()[0]
@@ -198,20 +207,25 @@ def load(
     wanted: Collection[str],
     arena: bool = True,
     mapped: bool = False,
+    few_rows: bool = False,
 ) -> OrtSession | OrtCudaSession:
     """A graph whose tensors stay on the GPU, but for the outputs `wanted` on the host, where that can be; see above."""
     gpu, cpu = device(), providers()[0] != CUDA
-    opened = OrtSession(path, threads, library, gpu.stream if gpu else None, arena, mapped and cpu)
+    opened = OrtSession(path, threads, library, gpu.stream if gpu else None, arena, mapped and cpu, few_rows)
     return OrtCudaSession(opened, gpu, wanted) if gpu and opened.provider == CUDA else opened
 
 
-def _shared(ort: Any, options: Any, path: Path) -> list[Any]:
-    """Give a session the weights as they are mapped -> what has to live as long as it does."""
+def _mapped(path: Path) -> dict[str, np.ndarray]:
+    """Weights as they are mapped; where the file is wrong none, and ONNX Runtime says what is wrong with it."""
     try:
-        arrays = external.mapped(path)
+        return external.mapped(path)
     except (OSError, ValueError):
-        return []  # ONNX Runtime says what is wrong with the file
-    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}  # nothing is copied
+        return {}
+
+
+def _shared(ort: Any, options: Any, weights: Mapping[str, np.ndarray]) -> list[Any]:
+    """Give a session the weights as they are mapped -> what has to live as long as it does."""
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in weights.items()}  # nothing is copied
     for name, value in values.items():
         options.add_initializer(name, value)
     return [*values.values()]

@@ -19,6 +19,7 @@ from engines.bundle import Library
 from engines.errors import UserError
 from engines.plugins import cpu_library, cuda_library, host_library, store
 from export.kernel_check import check_attention, check_topk_gather, cpu_kernels
+from export.row_check import check_row_matmul
 
 CASES, CPU_CASES = 20, 400  # random shapes on which a kernel is compared; the tests try hundreds
 LONG, LONG_CASES = 5000, 3  # slots where a kernel cuts the store into several parts
@@ -110,11 +111,13 @@ def check_cpu(library: Path) -> None:
 
 def _check_path(library: Path, path: str) -> None:
     torch.set_num_threads(1)  # those of the process that was forked are gone
-    kernels = cpu_kernels(ctypes.CDLL(str(library.resolve())), path)
+    loaded = ctypes.CDLL(str(library.resolve()))
+    kernels = cpu_kernels(loaded, path)
     check_topk_gather(kernels, CASES, 0, "cpu")
     rounds = path in cpu_library.ROUNDING_PATHS
     check_attention(kernels, CPU_CASES, 0, "cpu", slots=700, rounds=rounds)
     check_attention(kernels, LONG_CASES, 1, "cpu", slots=LONG, rounds=rounds)
+    check_row_matmul(loaded, path, CASES, 0)
 
 
 def check_cuda(library: Path) -> None:

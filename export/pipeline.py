@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from engines import bundle
+from engines import bundle, products
 from engines.errors import UserError
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
@@ -121,7 +121,8 @@ def plan_levels(
 def _export_one(makers: Makers, weights: WeightFile, library: Path | None, name: str) -> Exported:
     start, module = time.perf_counter(), makers[name]()
     graph = export(module, name, weights)
-    error = largest_error(module, graph, weights.folder, library if graph.operators else None)
+    kernels = library if graph.operators or products.few(graph) else None
+    error = largest_error(module, graph, weights.folder, kernels)
     return Exported(name, graph, error, time.perf_counter() - start)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines import bundle
+from engines import bundle, products
 from engines.errors import UserError
 from engines.ort import OrtSession
 from export.graphs import NEW, Graph
@@ -79,7 +79,8 @@ def largest_error(graph: Graph, exported: bundle.Graph, folder: Path, library: P
     one in a hundred at most.
 
     Args:
-        library: kernels of the operators: the graph is run with them too, not only with the functions' bodies.
+        library: kernels of the operators, and of products of few rows: the graph is run with them too, not only with
+            the functions' bodies and ONNX Runtime's products.
 
     Raises:
         UserError: an output differs by more than `TOLERANCE`, with kernels `KERNEL_TOLERANCE`, or in shape.
@@ -101,7 +102,7 @@ def _error(graph: Graph, known: list[Known], exported: bundle.Graph, folder: Pat
     depth = exported.operators.get(OPERATORS["quant_kv_attention"].name, 0)
     with nbits.exact(folder / exported.file) as path:
         worst, rounds = 0.0, path.name != exported.file
-        session = OrtSession(path, library=library, mapped=not rounds)
+        session = OrtSession(path, library=library, mapped=not rounds, few_rows=products.few(exported))
         refused: list[UserError] = []
         for feeds, expected in known:
             try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from engines import cuda, ort, trt, trt_session
+from engines import cuda, ort, products, trt, trt_session
 from engines.backend import Session, Status
 from engines.bundle import REBUILD, Bundle, Graph
 from engines.cuda import Device
@@ -74,7 +73,7 @@ def _by_reason(refused: list[Status]) -> dict[str, list[str]]:
 
 def kernels(bundle: Bundle) -> tuple[Path | None, str]:
     """The compiled kernels that run beside the bundle's ONNX graphs here, and why those, or why none."""
-    if not any(graph.operators for graph in bundle.manifest.graphs.values()):
+    if not any(graph.operators or _by_rows(bundle, graph) for graph in bundle.manifest.graphs.values()):
         return None, "no kernels are needed"
     if not (here := ort.ort_status()).available:
         return None, here.reason
@@ -113,9 +112,10 @@ def load(
     wanted = {spec.name for spec in described.outputs if described.kind == "vision" or spec.name == "logits"}
     session: Session
     if backend == "ort":
-        own = library if described.operators else None
-        mapped = arena and _mapped(bundle, described)
-        session = ort.load(bundle.file(described.file), threads, own, wanted, arena, mapped)
+        by_rows = arena and library is not None and _by_rows(bundle, described)
+        own = library if described.operators or by_rows else None
+        mapped = by_rows or (arena and _mapped(bundle, described))
+        session = ort.load(bundle.file(described.file), threads, own, wanted, arena, mapped, by_rows)
     else:
         session = trt_session.load(backend, bundle, graph, wanted, library, captured=described.kind == "decode")
     for specs, declared in ((described.inputs, session.inputs), (described.outputs, session.outputs)):
@@ -127,14 +127,21 @@ def load(
     return session
 
 
+def _large(bundle: Bundle) -> bool:
+    manifest = bundle.manifest
+    return manifest.weights.dtype == "float32" and manifest.files[WEIGHTS].bytes >= LARGE
+
+
+def _by_rows(bundle: Bundle, graph: Graph) -> bool:
+    """Whether our kernel, if there is one, multiplies by the weights where they are mapped."""
+    return _large(bundle) and products.few(graph)
+
+
 def _mapped(bundle: Bundle, graph: Graph) -> bool:
-    """Whether a graph reads the weights where they are mapped, once for all graphs, rather than a copy of its own.
+    """Whether ONNX Runtime reads the weights where they are mapped, once for all graphs, rather than a copy of its own.
 
     With products of SmolLM2-135M's shapes and one thread one row takes 2 % more time and 64 take 16 %; the more there
     are, the less it is of the whole. Of the demo's, which a cache holds, one row takes 22 % more. Codes of int8 and
     int4 have to be copied, and float16 turned into float32.
     """
-    manifest = bundle.manifest
-    rows = {math.prod(spec.shape[:2]) for spec in graph.inputs if spec.name in ("embedding", "embeddings")}
-    large = manifest.weights.dtype == "float32" and manifest.files[WEIGHTS].bytes >= LARGE
-    return large and any(n == 1 or n >= MANY for n in rows)
+    return _large(bundle) and (products.rows(graph) == 1 or products.rows(graph) >= MANY)

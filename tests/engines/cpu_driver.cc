@@ -2,13 +2,38 @@
 //   cpu_driver FILE PATH
 // FILE: the number of calls, their UnicacheAttention, whose pointers are offsets into the file (0: NULL), and the tensors.
 // It is written back with the outputs in place. The exit code is that of the first call that fails.
+//   cpu_driver rows PATH
+// compares products of few rows with a loop; the exit code is 1 if they differ.
+#include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <vector>
 
 #include "../../engines/plugins/cpu/cpu.h"
 
+static int rows(const char* path) {
+    for (int64_t m : {1, 5})
+        for (int64_t k : {1, 37, 300})
+            for (int64_t n : {1, 45, 5000})
+                for (int transposed : {0, 1}) {
+                    std::vector<float> x(m * k), w(k * n), y(m * n, NAN);
+                    for (size_t i = 0; i < x.size(); i++) x[i] = static_cast<float>(i % 17) / 8 - 1;
+                    for (size_t i = 0; i < w.size(); i++) w[i] = static_cast<float>(i % 23) / 16 - 0.5f;
+                    if (unicache_cpu_row_matmul(x.data(), w.data(), y.data(), m, k, n, transposed, path, nullptr))
+                        return 1;
+                    for (int64_t i = 0; i < m; i++)
+                        for (int64_t j = 0; j < n; j++) {
+                            double sum = 0;
+                            for (int64_t l = 0; l < k; l++) sum += x[i * k + l] * w[transposed ? j * k + l : l * n + j];
+                            if (!(std::fabs(y[i * n + j] - sum) < 1e-3)) return 1;
+                        }
+                }
+    return 0;
+}
+
 int main(int count, char** arguments) {
     if (count != 3) return 64;
+    if (!std::strcmp(arguments[1], "rows")) return rows(arguments[2]);
     std::FILE* file = std::fopen(arguments[1], "r+b");
     if (!file) return 66;
     std::fseek(file, 0, SEEK_END);

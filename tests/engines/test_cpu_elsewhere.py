@@ -56,6 +56,7 @@ def test_arm_without_a_warning(tmp_path: Path) -> None:
     subprocess.run([ARM, *cpu_library.FLAGS, "-static", str(source), *objects, "-o", str(driver)], check=True)
     for path in ("neon", "plain"):
         check(functools.partial(emulate, [emulator, str(driver)], tmp_path / "calls", path))
+        subprocess.run([emulator, str(driver), "rows", path], check=True)
 
 
 def test_peaks_of_this_processor(tmp_path: Path) -> None:

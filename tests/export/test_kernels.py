@@ -136,6 +136,12 @@ def test_kernels_are_compared_on_every_instruction_path(
     ("file", "right", "wrong", "told"),
     [
         ("topk_gather.cc", "index[kept++] = i;", "index[kept++] = i ? i - 1 : i;", "the kernel of TopKGather is wrong"),
+        (
+            "row_matmul_path.h",
+            "k < start + stride; k++",
+            "k + 1 < start + stride; k++",
+            "the kernel of RowMatMul is wrong",
+        ),
         ("plain.cc", "return a * b + c;", "return a * b + c + 1;", "plain: the kernel of QuantKVAttention is wrong"),
         (
             "ort.cc",

@@ -39,24 +39,30 @@ def changed(bundle: Bundle, change: Callable[[bundles.Plan], bundles.Plan], libr
 def test_float32_is_mapped_where_that_takes_little_time(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = bundles.read(bundle_path)
 
-    def kinds(dtype: Any) -> set[str]:
-        """Of graphs that read the mapped weights."""
+    def kinds(dtype: Any, library: Path | None = None) -> set[str]:
+        """Of graphs that read the mapped weights; with a library only those whose products it computes."""
         weights = dataclasses.replace(bundle.manifest.weights, dtype=dtype)
         known = dataclasses.replace(bundle.manifest, weights=weights)
         opened: dict[str, bool] = {}
 
-        def opens(path: Path, threads: int, library: Any, wanted: Any, arena: bool, mapped: bool) -> OrtSession:
-            opened[path.name] = mapped
+        def opens(
+            path: Path, threads: int, own: Any, wanted: Any, arena: bool, mapped: bool, few_rows: bool
+        ) -> OrtSession:
+            assert mapped or not few_rows
+            opened[path.name] = few_rows if library else mapped
             return OrtSession(path, threads)
 
         monkeypatch.setattr(ort, "load", opens)
         for name in known.graphs:
-            backends.load(Bundle(bundle.path, known), name, 1)
+            backends.load(Bundle(bundle.path, known), name, 1, library)
         return {graph.kind for graph in known.graphs.values() if opened[graph.file]}
 
-    assert kinds("float32") == set()  # the toy's weights are small
+    library = Path("kernels")
+    assert kinds("float32") == kinds("float32", library) == set()  # the toy's weights are small
     monkeypatch.setattr(backends, "LARGE", 1000)
     assert kinds("float32") == {"decode"}  # and its prompts short
+    assert kinds("float32", library) == {"decode", "extend"}  # which reads eight tokens at a time
+    assert kinds("int8", library) == set()
     assert kinds("float16") == kinds("int8") == kinds("int4") == set()
     monkeypatch.setattr(backends, "MANY", 1)
     assert kinds("float32") == {"prefill", "extend", "decode"}

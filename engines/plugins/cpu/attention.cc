@@ -4,44 +4,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
 
 namespace {
 
 using namespace unicache;
 
 constexpr int64_t WORTH_THREADS = 1 << 19;  // multiplications: fewer take less time than waking a thread
-
-struct Known {
-    const char* name;
-    const Path& path;
-    bool runs;
-};
-
-#if defined(__x86_64__)
-bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-#endif
-
-// Fastest first.
-const Known known[] = {
-#if defined(__x86_64__)
-    {"avx512vnni", avx512vnni, has_avx512() && __builtin_cpu_supports("avx512vnni")},
-    {"avx512", avx512, has_avx512()},
-    {"avx2", avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},  // which have F16C too
-#elif defined(__aarch64__)
-    {"neon", neon, true},
-#endif
-    {"plain", plain, true},
-};
-
-const Path* find(const char* name) {
-    for (const Known& each : known)
-        if (each.runs && (!name || !std::strcmp(name, each.name))) return &each.path;
-    return nullptr;
-}
 
 int64_t up(int64_t number, int64_t to) { return (number + to - 1) / to * to; }
 
@@ -79,8 +47,6 @@ int share_out(const Job& job, decltype(Path::attend) step, const UnicacheThreads
 }
 
 }  // namespace
-
-int unicache_cpu_runs(const char* path) { return path && find(path); }
 
 int unicache_cpu_quant_kv_attention(const UnicacheAttention* arguments, const char* name,
                                     const UnicacheThreads* threads) {

@@ -1,10 +1,10 @@
 // QuantKVAttention on a CPU, inside: what attention.cc, which shares out the work, and the paths, one file an
-// instruction set, know of each other. A path is compiled for its instruction set and includes nothing that another
-// file might share with it: no templates or inline functions of the standard library.
+// instruction set, know of each other.
 #pragma once
 #include <utility>
 
 #include "cpu.h"
+#include "paths.h"
 
 #define INLINED __attribute__((always_inline))
 #define INLINE inline INLINED
@@ -31,14 +31,6 @@ struct Job {
     float* tops;
     int64_t scratch;  // floats that a task needs for itself
 };
-
-// Both steps take a head, a part and memory of `scratch` floats.
-struct Path {
-    void (*attend)(const Job&, int64_t head, int64_t part, float* scratch);
-    void (*finish)(const Job&, int64_t head, int64_t part, float* scratch);
-};
-
-extern const Path avx512vnni, avx512, avx2, neon, plain;
 
 // Calls f with each of 0 .. N - 1 as a constant: what it indexes stays in registers, which no compiler promises of a
 // loop.

@@ -73,6 +73,7 @@ INLINE void to_halves(uint16_t* to, Vec x) {
 }  // namespace
 
 #include "attention_path.h"
+#include "row_matmul_path.h"
 
-const unicache::Path unicache::avx2 = {attend<Queries>, finish};
+const unicache::Path unicache::avx2 = {attend<Queries>, finish, multiply};
 #endif

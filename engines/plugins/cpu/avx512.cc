@@ -3,6 +3,7 @@
 #include "avx512.h"
 
 #include "attention_path.h"
+#include "row_matmul_path.h"
 
-const unicache::Path unicache::avx512 = {attend<Queries>, finish};
+const unicache::Path unicache::avx512 = {attend<Queries>, finish, multiply};
 #endif

@@ -265,6 +265,7 @@ INLINE void mix_all(const float* weights, bool, const float* const (&by)[2], flo
 }  // namespace
 
 #include "attention_path.h"
+#include "row_matmul_path.h"
 
-const unicache::Path unicache::avx512vnni = {attend<Numbers>, finish};
+const unicache::Path unicache::avx512vnni = {attend<Numbers>, finish, multiply};
 #endif

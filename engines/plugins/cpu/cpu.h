@@ -1,4 +1,5 @@
-// The two operators on a CPU. `export/operators.py` states what they compute, kernels.h their arguments.
+// The kernels on a CPU: the two operators, `export/operators.py` states what they compute, kernels.h their arguments;
+// and the product of a few rows with a matrix.
 #pragma once
 #include "../kernels.h"
 
@@ -24,5 +25,10 @@ int unicache_cpu_quant_kv_attention(const UnicacheAttention*, const char* path, 
 // rows: key, value, positions and bias. index: [heads, k]. Returns 0, or UNICACHE_INVALID where k is out of range.
 int unicache_cpu_topk_gather(const float* score, const UnicacheRows* rows, int64_t* index, int64_t heads,
                              int64_t tokens, int64_t k, const UnicacheThreads*);
+
+// y [rows, outputs] = x [rows, inputs] * w; w is [inputs, outputs], or [outputs, inputs] if `transposed`. For few rows.
+// `path` and what is returned: as of attention.
+int unicache_cpu_row_matmul(const float* x, const float* w, float* y, int64_t rows, int64_t inputs, int64_t outputs,
+                            int transposed, const char* path, const UnicacheThreads*);
 #pragma GCC visibility pop
 }

@@ -44,6 +44,7 @@ INLINE void to_halves(uint16_t* to, Vec x) { vst1_u16(to, vreinterpret_u16_f16(v
 }  // namespace
 
 #include "attention_path.h"
+#include "row_matmul_path.h"
 
-const unicache::Path unicache::neon = {attend<Queries>, finish};
+const unicache::Path unicache::neon = {attend<Queries>, finish, multiply};
 #endif

@@ -1,5 +1,6 @@
 // Registers the CPU kernels with ONNX Runtime as the operators unicache::QuantKVAttention and unicache::TopKGather:
-// where this library is registered a node runs the kernel, elsewhere the function body that its model brings.
+// where this library is registered a node runs the kernel, elsewhere the function body that its model brings. And
+// unicache::RowMatMul, which no file has: engines/products.py puts it in the place of MatMul and Gemm.
 #include <array>
 #include <deque>
 #include <memory>
@@ -79,6 +80,7 @@ public:
 
     void refuse(const std::string& message) const { throw Refused{std::string(name) + ": " + message}; }
 
+    // Of any rank, if 0 is expected.
     Tensor input(size_t index, const char* input_name, size_t expected_rank) const {
         const ort::Value* value = nullptr;
         check(ort::input(api, context, index, &value));
@@ -96,7 +98,7 @@ public:
         void* data;
         check(ort::data(api, value, &data));
         tensor.data = data;
-        if (rank != expected_rank)
+        if (expected_rank && rank != expected_rank)
             refuse(std::string(input_name) + " must have " + std::to_string(expected_rank) + " dimensions, got " +
                    text(tensor.shape));
         return tensor;
@@ -240,6 +242,31 @@ public:
     }
 };
 
+class RowMatMul {
+    int64_t transposed = 0;
+
+public:
+    static constexpr const char* NAME = "RowMatMul";
+
+    explicit RowMatMul(const ort::KernelInfo* info) {
+        if (ort::Status* missing = ort::attribute(api, info, "transB", &transposed)) ort::release(api, missing);
+    }
+
+    void operator()(Run& run) const {
+        const Tensor x = run.input(0, "x", 0), w = run.input(1, "w", 2);
+        const int64_t inputs = w.shape[transposed ? 1 : 0], outputs = w.shape[transposed ? 0 : 1];
+        if (x.shape.empty() || x.shape.back() != inputs)
+            run.refuse("x is " + text(x.shape) + ", which does not fit w of " + text(w.shape));
+        Shape shape = x.shape;
+        shape.back() = outputs;
+        int64_t rows = 1;
+        for (size_t i = 0; i + 1 < shape.size(); i++) rows *= shape[i];
+        float* y = static_cast<float*>(run.output(0, shape));
+        const float *from = static_cast<const float*>(x.data), *by = static_cast<const float*>(w.data);
+        if (y) run.done(unicache_cpu_row_matmul(from, by, y, rows, inputs, outputs, transposed, nullptr, &run.threads));
+    }
+};
+
 // An operator for some types of its inputs and outputs; ONNX Runtime takes those of one name together and picks by
 // types.
 struct Registered : ort::Operator {
@@ -279,6 +306,7 @@ const std::deque<Registered>& operators() {
     static const std::deque<Registered> all = [] {
         using namespace ort;
         std::deque<Registered> ops;
+        ops.push_back(registered<RowMatMul>({FLOAT, FLOAT}, {FLOAT}));
         for (int t : {FLOAT, FLOAT16}) {
             ops.push_back(registered<QuantKVAttention>({t, INT8, ANY, INT8, ANY, ANY, t, t, ANY}, {t, t, t}));
             for (int key : {FLOAT, FLOAT16, INT8})

@@ -81,5 +81,6 @@ INLINE void to_halves(uint16_t* to, Vec x) {
 }  // namespace
 
 #include "attention_path.h"
+#include "row_matmul_path.h"
 
-const unicache::Path unicache::plain = {attend<Queries>, finish};
+const unicache::Path unicache::plain = {attend<Queries>, finish, multiply};
