@@ -27,7 +27,7 @@ from pathlib import Path
 
 import random_checkpoint
 from engines import bundle as bundles
-from engines.errors import Parser, UserError, command
+from engines.errors import Parser, check_exit, command
 from engines.manifest import WEIGHTS
 from figures import Figures, typed, versions
 from plots import Panel
@@ -119,8 +119,7 @@ def measure(name: str, folder: Path, options: Sequence[str]) -> Row:
             watch.look()
             time.sleep(EVERY)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if child.returncode:
-        raise UserError(f"{name} could not be built (exit code {child.returncode}): see above")
+    check_exit(child.returncode, f"{name} could not be built (exit code {child.returncode}): see above")
     manifest = bundles.read(folder / f"{name}.bundle").manifest
     model = random_checkpoint.skeleton(random_checkpoint.configuration(name))
     return Row(

@@ -34,7 +34,7 @@ from rich.progress import track
 
 from demo_vlm.data import make_page
 from engines import bundle as bundles
-from engines.errors import Parser, UserError, command, positive
+from engines.errors import Parser, UserError, check_exit, command, positive
 from engines.manifest import WEIGHTS
 from figures import PACKAGES, Figures, typed, versions
 from plots import Panel
@@ -70,8 +70,8 @@ def start(way: str, path: Path, arguments: argparse.Namespace, images: list[Path
     line += [part for image in images for part in ("--image", image)] + ["--tokens", arguments.tokens]
     line += ["--level", arguments.level] if arguments.level else []
     done = subprocess.run([str(part) for part in [*line, "--since", monotonic()]], capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{way} could not answer: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    said = done.stderr.strip().splitlines() or ["no reason given"]
+    check_exit(done.returncode, f"{way} could not answer: {said[-1]}")
     return dict(json.loads(done.stdout))
 
 

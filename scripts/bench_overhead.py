@@ -34,7 +34,7 @@ import numpy as np
 import runtime
 from demo_vlm.vocabulary import IMAGE_SIZE, PATCH
 from engines.bundle import Bundle, Graph
-from engines.errors import Parser, UserError, command, positive
+from engines.errors import Parser, UserError, check_exit, command, positive
 from engines.ort import OrtSession
 from figures import Figures, typed
 from plots import Panel
@@ -201,8 +201,8 @@ def build(folder: Path, config: LlavaConfig | None = None) -> Path:
     model = checkpoint(folder / "checkpoint", config or configuration())
     line = [sys.executable, ROOT / "export" / "build.py", model, "--recipe", "off", "--buckets", 96, "--jobs", 1]
     line += ["--out", folder / "bundle"]
-    if code := subprocess.run([str(part) for part in line], stdout=2).returncode:
-        raise UserError(f"the bundle could not be built (exit code {code}): see above")
+    code = subprocess.run([str(part) for part in line], stdout=2).returncode
+    check_exit(code, f"the bundle could not be built (exit code {code}): see above")
     return folder / "bundle"
 
 

@@ -31,7 +31,7 @@ from rich.progress import Progress
 import bench_overhead
 import runtime
 from engines import bundle as bundles
-from engines.errors import Parser, UserError, command, positive
+from engines.errors import Parser, UserError, check_exit, command, positive
 from figures import Figures, typed
 from plots import Panel
 from reporting import json_option
@@ -138,8 +138,8 @@ def build(folder: Path, images: Sequence[int], pruned: Sequence[int], quick: boo
         recipe = folder / f"{level_of(share)}.toml"
         recipe.write_text(RECIPE.format(keep=1 - share / 100))
         line += ["--recipe", recipe]
-    if code := subprocess.run([str(part) for part in line], stdout=2).returncode:
-        raise UserError(f"the bundle could not be built (exit code {code}): see above")
+    code = subprocess.run([str(part) for part in line], stdout=2).returncode
+    check_exit(code, f"the bundle could not be built (exit code {code}): see above")
     return folder / "bundle"
 
 

@@ -13,6 +13,7 @@ import installed  # noqa: F401
 
 # isort: split
 
+import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -104,4 +105,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
