@@ -16,6 +16,7 @@ MISSING_PACKAGE = (
     "activate the environment that scripts/quickstart.sh makes (. .venv/bin/activate), or install what is missing "
     "(pip install -e '.[export,scripts]')"
 )
+INTERRUPTED = 128 + signal.SIGINT  # exit code
 
 
 class UserError(Exception):
@@ -48,9 +49,22 @@ def positive(text: str) -> int:
     return number
 
 
+def check_exit(code: int, failed: str) -> None:
+    """What became of a command that this one ran and waited for.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted; so is this one, which a terminal or a supervisor may not have told.
+        UserError: it failed.
+    """
+    if code in (INTERRUPTED, -signal.SIGINT):
+        raise KeyboardInterrupt
+    if code:
+        raise UserError(failed)
+
+
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate a command's entry: a user's mistake, a backend that fails, memory or a disk that is full become one
-    line on standard error and exit code 2.
+    line on standard error and exit code 2; an interruption, 130.
     """
 
     @functools.wraps(main)
@@ -83,9 +97,10 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
                 errno.EROFS: ": choose another place",
             }
             print(f"error: {one_line(error)}{advice.get(error.errno or 0, '')}", file=sys.stderr)
-        except KeyboardInterrupt:
-            print("error: interrupted; nothing was written", file=sys.stderr)
-            return 130
+        except KeyboardInterrupt as error:
+            told = one_line(error) if error.args else "interrupted; nothing was written"
+            print(f"error: {told}", file=sys.stderr)
+            return INTERRUPTED
         return 2
 
     return wrapped

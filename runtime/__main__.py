@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--image", action="append", default=[], metavar="FILE", help="repeat it for several images")
     ask.add_argument("--video", action="append", dest="image", type=_Video, metavar="PATH", help="a folder of frames, "
                      "or an animated GIF, WebP or PNG; repeat it for several")  # fmt: skip
-    ask.add_argument("--frames", type=positive, metavar="N", help="of each video, spread evenly (default: all)")
+    ask.add_argument("--frames", type=positive, metavar="N", help="of each video at most, spread evenly (default: all)")
     ask.add_argument("--fps", type=float, metavar="N", help="frames a second of a video (default: as its file says, "
                      "else 24)")  # fmt: skip
     ask.add_argument("--question-later", action="store_true", help="compress the images before the question is known")

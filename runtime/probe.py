@@ -75,7 +75,7 @@ def _told(total: int) -> Iterator[Callable[[], None]]:
     try:
         yield done
     except KeyboardInterrupt:
-        raise UserError("interrupted: the same command goes on from the graphs that were measured") from None
+        raise KeyboardInterrupt("interrupted: the same command goes on from the graphs that were measured") from None
     finally:
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)

@@ -39,7 +39,7 @@ class Video:
     Attributes:
         source: a folder of images, whose names are in the order of time, numbers in them by value; an animated GIF,
             WebP or PNG file, or its bytes; or images, as a request takes them.
-        frames: that are taken, spread evenly (in pairs, where a model looks at pairs); None: all.
+        frames: that are taken at most, spread evenly (in pairs, where a model looks at pairs); None: all.
         fps: frames a second of the source; None: as a file's first frame says, else 24.
     """
 

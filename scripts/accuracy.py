@@ -39,7 +39,7 @@ from demo_vlm import suites as held_out
 from demo_vlm.suites import Item, blind_accuracy
 from engines import bundle as bundles
 from engines.errors import Parser, UserError, command, positive
-from reporting import binomial_error, check_folder, choice, markdown, write
+from reporting import binomial_error, choice, json_option, markdown, write
 
 if TYPE_CHECKING:
     from runtime.model import VLM
@@ -277,7 +277,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--regimes", default=",".join(REGIMES), help=f"default: {','.join(REGIMES)}")
     parser.add_argument("--limit", type=positive, metavar="N", help="questions of each suite; default: all")
     parser.add_argument("--backend", default="auto", help="as in `python -m runtime ask`")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    json_option(parser, "")
     parser.add_argument(
         "--processes", type=positive, default=os.cpu_count() or 1, metavar="N", help="default: one a core"
     )
@@ -287,7 +287,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _arguments(argv)
-    check_folder(arguments.json, "--json")
     bundle = bundles.read(Path(arguments.bundle))
     known = list(bundle.manifest.levels)
     levels = known if arguments.levels is None else choice(arguments.levels, known, "level")

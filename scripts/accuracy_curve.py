@@ -47,7 +47,7 @@ from export import recipe as recipes
 from export.checkpoint import Checkpoint
 from export.recipe import Recipe
 from export.stages import importance
-from reporting import check_folder, choice, write
+from reporting import choice, json_option, new_file, write
 
 METHODS = [typing.get_args(typing.get_type_hints(m)["method"])[0] for m in typing.get_args(importance.Methods)]
 SINKS = {"streaming-llm": 4}  # its paper's method is the sinks and the last tokens; the others choose for themselves
@@ -144,16 +144,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", type=Path, metavar="FILE.json", help="figures of kvpress_curve.py, to stand beside ours"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw them there too; needs matplotlib")
+    json_option(parser, "")
+    parser.add_argument(
+        "--plot", type=new_file("--plot"), metavar="FILE.svg", help="draw them there too; needs matplotlib"
+    )
     return parser.parse_args(argv)
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _arguments(argv)
-    check_folder(arguments.json, "--json")
-    check_folder(arguments.plot, "--plot")
     if arguments.plot is not None:
         import matplotlib  # noqa: F401  missing: say so before measuring
     names = choice(arguments.suites, held_out.NAMES, "suite")

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's threads do not wait by spinning while others run
 
@@ -35,7 +34,7 @@ from engines.errors import Parser, UserError, command, one_line, positive
 from engines.plugins import store
 from figures import Figures, last_level, typed, versions
 from plots import Panel
-from reporting import check_folder
+from reporting import json_option
 
 SLOTS, QUICK_SLOTS = (1024, 4096, 16384), (256,)
 RUNS, QUICK_RUNS = 60, 2
@@ -197,11 +196,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=_numbers, metavar="N,N", help="default: 1, and 2 where there are two cores")
     parser.add_argument("--runs", type=positive, metavar="N", help=f"rounds; default: {RUNS}")
     parser.add_argument("--quick", action="store_true", help="a few rounds, few slots, warm caches: does it run at all")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
-    )
+    json_option(parser)
     arguments = parser.parse_args(argv)
-    check_folder(arguments.json, "--json")
     cores = os.cpu_count() or 1
     arguments.threads = arguments.threads or [1, 2][:cores]
     arguments.slots = arguments.slots or (QUICK_SLOTS if arguments.quick else SLOTS)

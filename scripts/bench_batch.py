@@ -75,7 +75,7 @@ def compare(vlm: VLM, rows: int, tokens: int, times: int) -> list[str]:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = answering(__doc__, argv, tokens=60, times=7)
+    arguments = answering(__doc__, argv, tokens=60, times=7, kept="")
     manifest = bundles.read(arguments.bundle).manifest
     if manifest.batch == 1:
         raise UserError(f"{arguments.bundle} decodes one request at a time: build it with --batch 4")

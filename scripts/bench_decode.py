@@ -47,7 +47,7 @@ from engines.config import parse, read_json
 from engines.errors import Parser, UserError, one_line, positive
 from engines.errors import command as entry
 from figures import Figures, typed
-from reporting import check_folder, choice, write
+from reporting import choice, json_option, write
 
 ROUNDS, STEPS = 10, 4
 LONG = 2, 8  # windows of a conversation, and steps of it that are compared
@@ -203,11 +203,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--patience", type=positive, default=PATIENCE, metavar="S", help="seconds a prompt may take")
     parser.add_argument("--quick", action="store_true", help="a tiny model, a few steps: does it run at all")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
-    )
+    json_option(parser)
     a = parser.parse_args(argv)
-    check_folder(a.json, "--json")
     cores = os.cpu_count() or 1
     quick: dict[str, Any] = QUICK if a.quick else {}
     a.models = choice(a.models or quick.get("models", DEFAULT), list(MODELS), "model")

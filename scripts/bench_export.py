@@ -27,11 +27,11 @@ from pathlib import Path
 
 import random_checkpoint
 from engines import bundle as bundles
-from engines.errors import Parser, UserError, command
+from engines.errors import Parser, check_exit, command
 from engines.manifest import WEIGHTS
 from figures import Figures, typed, versions
 from plots import Panel
-from reporting import check_folder, choice
+from reporting import choice, json_option
 
 ROOT = Path(__file__).resolve().parents[1]
 EVERY = 0.1  # seconds between two looks at the memory
@@ -119,8 +119,7 @@ def measure(name: str, folder: Path, options: Sequence[str]) -> Row:
             watch.look()
             time.sleep(EVERY)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if child.returncode:
-        raise UserError(f"{name} could not be built (exit code {child.returncode}): see above")
+    check_exit(child.returncode, f"{name} could not be built (exit code {child.returncode}): see above")
     manifest = bundles.read(folder / f"{name}.bundle").manifest
     model = random_checkpoint.skeleton(random_checkpoint.configuration(name))
     return Row(
@@ -155,11 +154,8 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     known = ", ".join(random_checkpoint.SIZES)
     parser.add_argument("models", help=f"comma-separated: {known}")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write and build there, and leave it, for a next time")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
-    )
+    json_option(parser)
     arguments = parser.parse_args(own)
-    check_folder(arguments.json, "--json")
     arguments.models = choice(arguments.models, list(random_checkpoint.SIZES), "model")
     return arguments, behind or list(BUILD)
 

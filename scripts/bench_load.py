@@ -34,11 +34,11 @@ from rich.progress import track
 
 from demo_vlm.data import make_page
 from engines import bundle as bundles
-from engines.errors import Parser, UserError, command, positive
+from engines.errors import Parser, UserError, check_exit, command, positive
 from engines.manifest import WEIGHTS
 from figures import PACKAGES, Figures, typed, versions
 from plots import Panel
-from reporting import check_folder
+from reporting import json_option
 
 START = Path(__file__).with_name("cold_start.py")
 PARTS = ("import", "open", "first token")
@@ -70,8 +70,8 @@ def start(way: str, path: Path, arguments: argparse.Namespace, images: list[Path
     line += [part for image in images for part in ("--image", image)] + ["--tokens", arguments.tokens]
     line += ["--level", arguments.level] if arguments.level else []
     done = subprocess.run([str(part) for part in [*line, "--since", monotonic()]], capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{way} could not answer: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    said = done.stderr.strip().splitlines() or ["no reason given"]
+    check_exit(done.returncode, f"{way} could not answer: {said[-1]}")
     return dict(json.loads(done.stdout))
 
 
@@ -150,11 +150,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=positive, default=8, metavar="N", help="of the answer; default: 8")
     parser.add_argument("--times", type=positive, default=9, metavar="N", help="starts each; default: 9")
     parser.add_argument("--quick", action="store_true", help="one start each: does it run at all")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
-    )
+    json_option(parser)
     arguments = parser.parse_args(argv)
-    check_folder(arguments.json, "--json")
     if arguments.quick:
         arguments.times = 1
     if arguments.checkpoint and not (arguments.checkpoint / "config.json").is_file():

@@ -34,11 +34,11 @@ import numpy as np
 import runtime
 from demo_vlm.vocabulary import IMAGE_SIZE, PATCH
 from engines.bundle import Bundle, Graph
-from engines.errors import Parser, UserError, command, positive
+from engines.errors import Parser, UserError, check_exit, command, positive
 from engines.ort import OrtSession
 from figures import Figures, typed
 from plots import Panel
-from reporting import QUESTION, check_folder
+from reporting import QUESTION, json_option
 from runtime import backends
 from runtime.backends import load
 from runtime.sampling import Sampling
@@ -201,8 +201,8 @@ def build(folder: Path, config: LlavaConfig | None = None) -> Path:
     model = checkpoint(folder / "checkpoint", config or configuration())
     line = [sys.executable, ROOT / "export" / "build.py", model, "--recipe", "off", "--buckets", 96, "--jobs", 1]
     line += ["--out", folder / "bundle"]
-    if code := subprocess.run([str(part) for part in line], stdout=2).returncode:
-        raise UserError(f"the bundle could not be built (exit code {code}): see above")
+    code = subprocess.run([str(part) for part in line], stdout=2).returncode
+    check_exit(code, f"the bundle could not be built (exit code {code}): see above")
     return folder / "bundle"
 
 
@@ -222,11 +222,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--level", help="of the bundle; default: its own")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="build there, and leave it, for a next time")
     parser.add_argument("--tokens", type=positive, default=60, metavar="N", help="generated each time; default: 60")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
-    )
+    json_option(parser)
     arguments = parser.parse_args(argv)
-    check_folder(arguments.json, "--json")
     if arguments.bundle and arguments.keep:
         raise UserError("--keep is for a bundle that is built: leave it out, or the bundle")
     return arguments

@@ -31,10 +31,10 @@ from rich.progress import Progress
 import bench_overhead
 import runtime
 from engines import bundle as bundles
-from engines.errors import Parser, UserError, command, positive
+from engines.errors import Parser, UserError, check_exit, command, positive
 from figures import Figures, typed
 from plots import Panel
-from reporting import check_folder
+from reporting import json_option
 from runtime.model import VLM
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,8 +138,8 @@ def build(folder: Path, images: Sequence[int], pruned: Sequence[int], quick: boo
         recipe = folder / f"{level_of(share)}.toml"
         recipe.write_text(RECIPE.format(keep=1 - share / 100))
         line += ["--recipe", recipe]
-    if code := subprocess.run([str(part) for part in line], stdout=2).returncode:
-        raise UserError(f"the bundle could not be built (exit code {code}): see above")
+    code = subprocess.run([str(part) for part in line], stdout=2).returncode
+    check_exit(code, f"the bundle could not be built (exit code {code}): see above")
     return folder / "bundle"
 
 
@@ -214,11 +214,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pruned", type=_shares, metavar="P,P", help="percent; default: 0,25,50,75,89")
     parser.add_argument("--times", type=positive, metavar="N", help="turns; default: 5")
     parser.add_argument("--quick", action="store_true", help="a tiny decoder, few images, one turn: does it run at all")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
-    )
+    json_option(parser)
     arguments = parser.parse_args(argv)
-    check_folder(arguments.json, "--json")
     if arguments.bundle and arguments.keep:
         raise UserError("--keep is for a bundle that is built: leave it out, or the bundle")
     quick = arguments.quick

@@ -56,7 +56,7 @@ from export.graphs import State
 from export.pipeline import Prepared
 from export.recipe import Recipe
 from needles import haystack, places, window
-from reporting import binomial_error, check_folder, markdown, write
+from reporting import binomial_error, json_option, markdown, write
 
 BASE = "off"
 ANSWER = 8  # tokens of a needle's answer, at most
@@ -303,7 +303,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(name, type=positive, metavar="N", help=f"default: {field.default}")
     parser.add_argument("--only", choices=("perplexity", "needles"), help="one of the two (default: both)")
     parser.add_argument("--quick", action="store_true", help="a few short texts, to see that it works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep all figures there, and go on from them")
+    json_option(parser, ", and go on from there")
     parser.add_argument("--peers", type=Path, metavar="FILE", help="figures of scripts/kvpress_needles.py")
     return parser.parse_args(argv)
 
@@ -311,7 +311,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
-    check_folder(args.json, "--json")
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Sizes) if getattr(args, f.name)}
     sizes = Sizes(**(QUICK if args.quick else {}) | given)
     names = list(dict.fromkeys([BASE, *filter(None, args.levels.split(","))]))

@@ -13,6 +13,7 @@ import installed  # noqa: F401
 
 # isort: split
 
+import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ from engines.errors import Parser, UserError, command, positive
 from engines.manifest import WEIGHTS
 from engines.ort import OrtSession
 from figures import Figures, typed
-from reporting import check_folder
+from reporting import json_option
 
 NOTE = "Medians, one thread; ratios are of the same turn. KL, perplexity and exact match are of the build's guard."
 GRAPHS = ("prefill", "decode")
@@ -97,12 +98,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("bundles", nargs="+", type=Path, help="folders of export/build.py; the first is the base")
     parser.add_argument("--level", default="off", help="whose graphs run (default: off)")
     parser.add_argument("--times", type=positive, default=20, metavar="N", help="turns (default: 20)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
+    json_option(parser, "")
     args = parser.parse_args(argv)
-    check_folder(args.json, "--json")
     rows = compare([bundles.read(path) for path in args.bundles], args.level, args.times)
     Figures(typed("bench_weights.py", argv), {"": rows}, [NOTE], {}).report(args.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
-from engines.errors import Parser, UserError, command
+from engines.errors import Parser, check_exit, command
 from figures import Figures
 from reporting import choice, markdown, write
 
@@ -190,8 +190,8 @@ def make(name: str) -> None:
 
 def run(line: Sequence[str]) -> None:
     print(shlex.join(["$ python", *line]), file=sys.stderr)
-    if code := subprocess.run([sys.executable, *line], cwd=ROOT).returncode:
-        raise UserError(f"{line[0]} ended with {code}, see above; what was measured before is kept in {FOLDER}")
+    code = subprocess.run([sys.executable, *line], cwd=ROOT).returncode
+    check_exit(code, f"{line[0]} ended with {code}, see above; what was measured before is kept in {FOLDER}")
 
 
 def render(known: Mapping[str, Figures]) -> str:

@@ -39,7 +39,7 @@ from engines.cuda import Array
 from engines.errors import Parser, UserError, command
 from figures import Figures, typed, versions
 from plots import Panel
-from reporting import check_folder
+from reporting import json_option
 from runtime import backends
 from runtime.backends import NAMES, load
 from runtime.generate import Stats
@@ -306,9 +306,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--backend", action="append", metavar="NAME", help=f"only this one: {', '.join(NAMES)}; repeat it"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: ONNX Runtime's choice)")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep all that was measured in FILE, its plot beside it"
-    )
+    json_option(parser)
     arguments = parser.parse_args(argv)
     for name in ("runs", "images", "threads"):
         if (value := getattr(arguments, name)) is not None and value < 1:
@@ -316,7 +314,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in arguments.backend or ():
         if name not in NAMES:
             raise UserError(f"unknown backend {name!r}: choose {', '.join(NAMES)}")
-    check_folder(arguments.json, "--json")
     return arguments
 
 

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 import runtime
 from engines.errors import Parser, UserError, command, positive
-from reporting import QUESTION, check_folder, markdown, write
+from reporting import QUESTION, json_option, markdown, write
 from runtime.model import VLM
 from runtime.session import Session
 from runtime.state import Context
@@ -167,9 +167,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--level", help="of the bundle; a session runs at what it names for later questions")
     parser.add_argument("--tokens", type=positive, default=20 * PART, metavar="N", help="default: 20000")
     parser.add_argument("--threads", type=positive, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    json_option(parser, "")
     arguments = parser.parse_args(argv)
-    check_folder(arguments.json, "--json")
     if arguments.tokens % PART or arguments.tokens == PART:
         raise UserError(f"--tokens must be {2 * PART}, {3 * PART}, ..., got {arguments.tokens}")
     return arguments

@@ -52,7 +52,7 @@ from engines.plugins.roofline import Device
 from engines.trt_worker import gpu
 from export.kernel_check import AttentionCase, check_attention, check_topk_gather
 from gpu_timing import Timing
-from reporting import check_folder, write
+from reporting import new_file, write
 from runtime import backends
 
 NO_DEVICE = 3  # exit code
@@ -349,10 +349,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--define", action="append", default=[], metavar="MACRO", help="for the kernels, such as a planted fault"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("gpu_check.json"), metavar="FILE", help="default: gpu_check.json"
+        "--out", type=new_file("--out"), default="gpu_check.json", metavar="FILE", help="default: %(default)s"
     )
     arguments = parser.parse_args(argv)
-    check_folder(arguments.out, "--out")
     if arguments.heads % arguments.kv_heads:
         raise UserError(f"--heads {arguments.heads} is no multiple of --kv-heads {arguments.kv_heads}")
     if arguments.library is not None and not arguments.library.is_file():

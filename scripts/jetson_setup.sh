@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prepare a Jetson with JetPack 6.1, 6.2 or 7.2: packages, a virtual environment, the TensorRT plugins; power and swap.
 #
-#     scripts/jetson_setup.sh --dry-run                        print every command, run none
+#     scripts/jetson_setup.sh --dry-run                        print every command, run none; elsewhere, for JetPack 6.2
 #     scripts/jetson_setup.sh                                  packages, environment, plugins for Orin
 #     scripts/jetson_setup.sh --power-mode 0 --clocks --headless --swap 16
 #
@@ -20,7 +20,7 @@ root=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 release_file=${JETSON_RELEASE:-/etc/nv_tegra_release} # the variable is for tests
 swap_file=/swapfile
 export PATH=/usr/local/cuda/bin:$PATH # nvcc
-venv=$root/.venv-jetson arch=87 power='' clocks='' headless='' swap='' dry='' given=''
+venv=$root/.venv-jetson arch=87 power='' clocks='' headless='' swap='' dry='' given='' elsewhere=''
 
 die() {
     printf 'error: %s\n' "${*//$'\n'/ }" >&2
@@ -33,6 +33,9 @@ run() {
     printf '\n'
     [[ -n $dry ]] || "$@"
 }
+
+# What is so on this machine is not asked of another one.
+here() { [[ -z $elsewhere ]] && "$@"; }
 
 # Sets `given` to the number without leading zeros: bash, fallocate and others take 010 for 8.
 number() {
@@ -69,8 +72,15 @@ while (($#)); do
     shift
 done
 
-[[ -r $release_file ]] || die "this is no Jetson (there is no $release_file): run this on the device"
-[[ $(<"$release_file") =~ R([0-9]+)\ \(release\),\ REVISION:\ ([0-9]+) ]] || die "$release_file names no release of Jetson Linux"
+if [[ -r $release_file ]]; then
+    release=$(<"$release_file")
+else
+    none="this is no Jetson (there is no $release_file)"
+    [[ -n $dry ]] || die "$none: run this on the device"
+    printf '%s: what JetPack 6.2 would be told\n' "$none"
+    elsewhere=yes release='R36 (release), REVISION: 4'
+fi
+[[ $release =~ R([0-9]+)\ \(release\),\ REVISION:\ ([0-9]+) ]] || die "$release_file names no release of Jetson Linux"
 release=$((10#${BASH_REMATCH[1]})) revision=$((10#${BASH_REMATCH[2]}))
 case $release in
     36)
@@ -80,17 +90,17 @@ case $release in
     39) jetpack="7.2 (TensorRT 10.16, CUDA 13, Python 3.12)" cuda=13 ;;
     *) die "Jetson Linux $release is not known here: this is for JetPack 6.1 and 6.2 (36.4) and 7.2 (39)" ;;
 esac
-[[ -z $swap || ! -e $swap_file ]] || die "$swap_file is there already: free -h shows the swap that is in use"
+[[ -z $swap ]] || ! here test -e "$swap_file" || die "$swap_file is there already: free -h shows the swap that is in use"
 printf 'Jetson Linux %s.%s: JetPack %s\n' "$release" "$revision" "$jetpack"
 
-if ! /usr/bin/python3 -c 'import tensorrt' 2>/dev/null || [[ ! -x /usr/local/cuda/bin/nvcc ]]; then
+if ! here /usr/bin/python3 -c 'import tensorrt' 2>/dev/null || [[ ! -x /usr/local/cuda/bin/nvcc ]]; then
     run sudo apt-get update
     run sudo apt-get install -y nvidia-jetpack
 fi
-/usr/bin/python3 -c 'import ensurepip' 2>/dev/null || run sudo apt-get install -y python3-venv
+here /usr/bin/python3 -c 'import ensurepip' 2>/dev/null || run sudo apt-get install -y python3-venv
 
 # The system's Python: JetPack's TensorRT is compiled for it, and lies in its packages.
-[[ -x $venv/bin/python ]] || run /usr/bin/python3 -m venv --system-site-packages "$venv"
+here test -x "$venv/bin/python" || run /usr/bin/python3 -m venv --system-site-packages "$venv"
 run "$venv/bin/python" -m pip install --disable-pip-version-check "${root}[serve]" "cuda-bindings==$cuda.*" onnx
 run "$venv/bin/python" -c 'import tensorrt; print("TensorRT", tensorrt.__version__)'
 run "$venv/bin/python" -m engines.plugins build --arch "$arch"
@@ -99,7 +109,7 @@ run "$venv/bin/python" -m engines.plugins build --arch "$arch"
 [[ -z $clocks ]] || run sudo jetson_clocks
 [[ -z $headless ]] || run sudo systemctl set-default multi-user.target
 if [[ -n $swap ]]; then
-    if systemctl cat nvzramconfig >/dev/null 2>&1; then run sudo systemctl disable nvzramconfig; fi
+    if [[ -n $elsewhere ]] || systemctl cat nvzramconfig >/dev/null 2>&1; then run sudo systemctl disable nvzramconfig; fi
     run sudo fallocate -l "${swap}G" "$swap_file"
     run sudo chmod 600 "$swap_file"
     run sudo mkswap "$swap_file"

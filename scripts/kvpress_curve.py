@@ -47,7 +47,7 @@ from curve import DEMO, MAX_NEW_TOKENS, NOTHING, QUESTIONS, RATIOS, SUITES, Cell
 from demo_vlm import suites as held_out
 from demo_vlm.suites import Item
 from engines.errors import Parser, UserError, command, positive
-from reporting import check_folder, choice, write
+from reporting import choice, json_option, write
 
 ATTENTIONS = "observed-attention"  # the one press that wants the attention weights of the prompt
 VISION = {"vision_tower": "model.vision_tower.vision_model", "multi_modal_projector": "model.multi_modal_projector"}
@@ -199,14 +199,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=positive, default=QUESTIONS, metavar="N", help="questions a suite; default: 100"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, for accuracy_curve.py")
+    json_option(parser, ", for accuracy_curve.py")
     return parser.parse_args(argv)
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _arguments(argv)
-    check_folder(arguments.json, "--json")
     known = list(presses())
     methods = choice(arguments.methods or ",".join(known), known, "press")
     names = choice(arguments.suites, held_out.NAMES, "suite")

@@ -37,7 +37,7 @@ import english
 from engines.config import read_json
 from engines.errors import Parser, UserError, command
 from needles import Needle, haystack, places
-from reporting import check_folder, choice, write
+from reporting import choice, json_option, write
 
 NOTHING = "none"  # the method that drops nothing, as `off`
 WINDOW = (
@@ -194,9 +194,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ours", type=Path, required=True, metavar="FILE", help="figures of scripts/bench_quality.py")
     parser.add_argument("--text", type=Path, action="append", metavar="FILE", help="as bench_quality.py was given")
     parser.add_argument("--methods", help="comma-separated (default: all that are known)")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="keep the figures there, and go on")
+    json_option(parser, ", and go on from there", required=True)
     args = parser.parse_args(argv)
-    check_folder(args.json, "--json")
     ours = read_json(args.ours)
     settings = {
         "sizes": ours["sizes"],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import sqrt
 from pathlib import Path
 
 from engines.bundle import check_outside
 from engines.errors import Parser, UserError, positive
 
+PLOT = ", its plot beside it"
 QUESTION = "is there a red circle in the image ?"
 
 
@@ -25,13 +26,14 @@ def choice(text: str, known: Sequence[str], what: str) -> list[str]:
 
 
 def answering(
-    doc: str | None, argv: Sequence[str] | None, *, tokens: int, times: int, levels: str = "all"
+    doc: str | None, argv: Sequence[str] | None, *, tokens: int, times: int, levels: str = "all", kept: str = PLOT
 ) -> argparse.Namespace:
     """The options of what a bundle is asked at each of its levels.
 
     Args:
         tokens, times: of an answer, and how often it is given, by default.
         levels: which are taken by default, as help says it.
+        kept: see `json_option`.
     """
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
@@ -40,10 +42,8 @@ def answering(
         "--tokens", type=positive, default=tokens, metavar="N", help="of an answer (default: %(default)s)"
     )
     parser.add_argument("--times", type=positive, default=times, metavar="N", help="measured (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
-    arguments = parser.parse_args(argv)
-    check_folder(arguments.json, "--json")
-    return arguments
+    json_option(parser, kept)
+    return parser.parse_args(argv)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -59,13 +59,25 @@ def binomial_error(share: float, count: int) -> float:
     return sqrt(share * (1 - share) / count)
 
 
-def check_folder(file: Path | None, option: str) -> None:
-    """Refuse, before anything is measured, a file whose folder does not exist, or is a bundle's."""
-    if file is None:
-        return
-    if not file.parent.is_dir():
-        raise UserError(f"{file.parent} is not a folder: make it, or give another {option}")
-    check_outside(file)
+def json_option(parser: argparse.ArgumentParser, kept: str = PLOT, required: bool = False) -> None:
+    """Add `--json FILE`, of which help says that all is kept there, and `kept`."""
+    told = f"keep all that was measured in FILE{kept}"
+    parser.add_argument("--json", type=new_file("--json"), required=required, metavar="FILE", help=told)
+
+
+def new_file(option: str) -> Callable[[str], Path]:
+    """The `type` of an option that names a file: it refuses, before anything is measured, a file whose folder does not
+    exist, or is a bundle's.
+    """
+
+    def checked(text: str) -> Path:
+        file = Path(text)
+        if not file.parent.is_dir():
+            raise UserError(f"{file.parent} is not a folder: make it, or give another {option}")
+        check_outside(file)
+        return file
+
+    return checked
 
 
 def write(path: Path, text: str) -> None:

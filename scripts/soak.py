@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 import runtime
 from engines.errors import Parser, UserError, command, positive
-from reporting import check_folder, markdown, write
+from reporting import json_option, markdown, write
 from runtime.model import VLM
 from runtime.sampling import Sampling
 
@@ -269,9 +269,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory-budget", metavar="SIZE", help="of the server (default: none)")
     parser.add_argument("--threads", type=positive, default=1, metavar="N", help="default: 1")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is asked (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    json_option(parser, "")
     arguments = parser.parse_args(argv)
-    check_folder(arguments.json, "--json")
     if arguments.requests < 8:
         raise UserError(f"--requests must be at least 8, got {arguments.requests}: their quarters are compared")
     return arguments

@@ -14,6 +14,7 @@ import installed  # noqa: F401
 # isort: split
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,4 +88,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

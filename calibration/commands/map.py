@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
             task = bar.add_task("samples", total=len(chosen))
             found = survey.measure(checkpoint, chosen, work, arguments.seed, progress=lambda: bar.advance(task))
     except KeyboardInterrupt:
-        raise UserError(f"interrupted: the same command goes on from what is in {work}") from None
+        raise KeyboardInterrupt(f"interrupted: the same command goes on from what is in {work}") from None
     found.save(out)
     shutil.rmtree(work)
     print(as_json(found.plain()) if arguments.json else "\n".join(tables(found)))

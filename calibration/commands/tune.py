@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             search = Search(bench)
             recipe = search.by_accuracy() if points is not None else search.by_bytes(arguments.target_bytes_per_token)
     except KeyboardInterrupt:
-        raise UserError(f"interrupted: the same command goes on from what is in {trials}") from None
+        raise KeyboardInterrupt(f"interrupted: the same command goes on from what is in {trials}") from None
 
     last, warnings = search.trials[-1], bench.warnings
     parts = f"{len(bench.calibrate)} samples calibrated, {len(bench.choose)} chose, {len(bench.confirm)} confirmed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ from runtime.server.remote import Names, Remote
 from runtime.server.room import Room
 
 T = TypeVar("T")
+# It warns of every broken body: that is the client's to know, who gets a 400, and could fill the server's log.
+logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 async def read(request: Request, limits: Limits, room: Room, names: Names) -> Asked:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.errors import UserError
+from engines.errors import check_exit
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo-vlm"
@@ -139,7 +139,6 @@ def bundle(model: Model, weights: str, levels: list[str], contexts: list[int], h
         line += [] if model.kernels else ["--kernels", "never"]
         line += [part for file in files for part in ("--recipe", file)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
-        done = subprocess.run([str(part) for part in line], env=environment, stdout=2)
-    if done.returncode:
-        raise UserError(f"the bundle of {model.name} could not be built (exit code {done.returncode}): see above")
+        code = subprocess.run([str(part) for part in line], env=environment, stdout=2).returncode
+    check_exit(code, f"the bundle of {model.name} could not be built (exit code {code}): see above")
     return out

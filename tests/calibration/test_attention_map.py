@@ -250,7 +250,7 @@ def test_an_interrupt_says_how_to_go_on(folder: Path, tmp_path: Path, capsys: An
         raise KeyboardInterrupt
 
     monkeypatch.setattr(survey, "read_sample", interrupted)
-    assert command_line.main(["map", str(folder), "--out", str(tmp_path / "m")]) == 2
+    assert command_line.main(["map", str(folder), "--out", str(tmp_path / "m")]) == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from engines.cuda import CudaError
-from engines.errors import BackendError, Parser, UserError, command, one_line
+from engines.errors import BackendError, Parser, UserError, check_exit, command, one_line
 
 
 def run(error: BaseException | None, result: int | None = None) -> int:
@@ -35,7 +35,8 @@ def test_result_is_the_exit_code() -> None:
         (OSError(errno.EROFS, "Read-only file system", "/x"), 2, "choose another place"),
         (OSError(errno.EIO, "Input/output error", "/x"), 2, "Input/output error: '/x'"),
         (ModuleNotFoundError("No module named 'rich'", name="rich"), 2, ". .venv/bin/activate"),
-        (KeyboardInterrupt(), 130, "interrupted"),
+        (KeyboardInterrupt(), 130, "error: interrupted; nothing was written\n"),
+        (KeyboardInterrupt("interrupted: it goes on"), 130, "error: interrupted: it goes on\n"),
         (BackendError("decode:\nfailed"), 2, "error: decode: failed: try again, or choose another backend or device\n"),
         (CudaError("cudaMemcpyAsync: an illegal memory access"), 2, "an illegal memory access: try again, or choose"),
         (MemoryError("Unable to allocate 9 TiB"), 2, "error: no memory is left (Unable to allocate 9 TiB): ask for"),
@@ -49,6 +50,19 @@ def test_users_mistake_is_one_line(
     assert out == ""
     assert line in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("end", "code"), [("true", 0), ("exit 3", 2), ("exit 130", 130), ("kill -INT $$", 130)])
+def test_what_a_child_ended_with(end: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who runs an interrupted child was interrupted, too; one that fails is a mistake of the user's."""
+
+    @command
+    def main() -> None:
+        check_exit(subprocess.run(["bash", "-c", end]).returncode, "it failed: see above")
+
+    assert main() == code
+    told = {0: "", 2: "error: it failed: see above\n", 130: "error: interrupted; nothing was written\n"}
+    assert capsys.readouterr().err == told[code]
 
 
 @pytest.mark.parametrize("error", [ValueError("bug"), ImportError("bug"), KeyError("bug")])

@@ -123,28 +123,32 @@ def may_look(known: Known, layer: int, positions: Tensor, prompt: Prompt) -> Ten
     return told
 
 
-def oracle(known: Known, embeddings: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
+def oracle(
+    decoder: Decoder, embeddings: Tensor, positions: Tensor, allowed: Tensor, softcap: float | None = None
+) -> Tensor:
     """Logits of every token of a full cache, each layer and KV head masked by itself.
 
     Args:
         embeddings: [tokens, hidden_size]; positions: [tokens].
-        allowed: whether a query may look at a key, [layers, kv_heads, queries, keys].
+        allowed: whether a query may look at a key, [layers, kv_heads, queries, keys]; of layers with fewer heads than
+            others the last ones are unused.
+        softcap: of the logits of attention.
     """
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        group = query.shape[1] // key.shape[1]
-        key, value, mask = (x.repeat_interleave(group, dim=d) for x, d in ((key, 1), (value, 1), (allowed[layer], 0)))
+        heads, group = key.shape[1], query.shape[1] // key.shape[1]
+        mask = allowed[layer, :heads]
+        key, value, mask = (x.repeat_interleave(group, dim=d) for x, d in ((key, 1), (value, 1), (mask, 0)))
         logits = query @ key.mT * float(scale)
-        if known.softcap:
-            logits = known.softcap * (logits / known.softcap).tanh()
+        if softcap:
+            logits = softcap * (logits / softcap).tanh()
         return logits.masked_fill(~mask, -torch.inf).softmax(-1) @ value
 
-    d = known.decoder
     with torch.no_grad(), attention_by(attention):
-        out = d.language_model(
-            inputs_embeds=embeddings[None], position_ids=positions[None] + d.first_position, use_cache=False
+        out = decoder.language_model(
+            inputs_embeds=embeddings[None], position_ids=positions[None] + decoder.first_position, use_cache=False
         )
-        return d.head(out[0])[0]
+        return decoder.head(out[0])[0]
 
 
 def statistics(known: Known) -> list[KeyStatistics]:

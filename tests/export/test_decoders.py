@@ -79,7 +79,7 @@ def check_by_oracle(known: Known, driver: Driver, steps: int, tolerance: float) 
     tokens, logits = answer(driver, known, steps, note)
     allowed = held & masks[:, None]
     embeddings = torch.cat([prompt.embeddings, known.embedding[tokens]])
-    want = oracle(known, embeddings, positions, allowed)[length - 1 :]
+    want = oracle(known.decoder, embeddings, positions, allowed, known.softcap)[length - 1 :]
     errors = (logits - want).square().mean(dim=1).sqrt() / want.std()
     assert errors.median() < tolerance
     return allowed

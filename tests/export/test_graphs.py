@@ -14,11 +14,11 @@ from torch import Tensor
 
 from calibration import keys, samples
 from export import checkpoint as checkpoints
-from export.attention import attention_by
 from export.checkpoint import Checkpoint
 from export.compress import KeyStatistics
 from export.graphs import Vision
 from tests.export import tiny
+from tests.export.decoders import oracle
 from tests.export.tiny import Driver, Prompt, greedy, hugging_face
 
 STEPS = 64
@@ -51,27 +51,6 @@ def statistics(checkpoint: Checkpoint) -> list[KeyStatistics]:
     return keys.key_statistics(checkpoint, samples.read(checkpoint.path / "samples"))
 
 
-def oracle(checkpoint: Checkpoint, embeddings: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
-    """Logits of every token, all keys present, each layer and KV head masked by itself.
-
-    Args:
-        embeddings: [tokens, hidden_size]; positions: [tokens].
-        allowed: whether a query may look at a key, [layers, kv_heads, queries, keys].
-    """
-
-    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        group = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        mask = allowed[layer, : query.shape[1] // group].repeat_interleave(group, dim=0)
-        return (query @ key.mT * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ value
-
-    with torch.no_grad(), attention_by(attention):
-        out = checkpoint.decoder.language_model(
-            inputs_embeds=embeddings[None], position_ids=positions[None], use_cache=False
-        )
-        return checkpoint.decoder.head(out[0])[0]
-
-
 def check_by_oracle(checkpoint: Checkpoint, driver: Driver, prompt: Prompt, steps: int) -> Tensor:
     """Generate, noting what every step may see; the oracle with those masks must give the same logits.
 
@@ -92,7 +71,7 @@ def check_by_oracle(checkpoint: Checkpoint, driver: Driver, prompt: Prompt, step
 
     tokens, logits = greedy(driver, checkpoint, [prompt], steps, before_decode=note)
     embeddings = torch.cat([prompt.embeddings, checkpoint.embedding[tokens[0, :-1]]])
-    want = oracle(checkpoint, embeddings, positions, allowed)[length - 1 :]
+    want = oracle(decoder, embeddings, positions, allowed)[length - 1 :]
     torch.testing.assert_close(logits[0], want, atol=1e-4, rtol=0)
     return allowed
 

@@ -95,10 +95,8 @@ def test_measuring_that_is_interrupted_goes_on(
             yield name, Cost(len(runs), number)
 
     monkeypatch.setattr(probe, "_measured", measured)
-    interrupted = isinstance(error, KeyboardInterrupt)
-    with pytest.raises(
-        UserError if interrupted else type(error), match="the same command goes on" if interrupted else None
-    ):
+    told = "the same command goes on" if isinstance(error, KeyboardInterrupt) else None
+    with pytest.raises(type(error), match=told):
         probe.costs(opened, 1, None)
     told = capsys.readouterr().err
     assert told.startswith(f"measuring the memory that each of {total} graphs takes, once for this bundle")

@@ -52,12 +52,29 @@ def jetson(tmp_path: Path) -> Jetson:
     return Jetson(tmp_path, "6.2")
 
 
-def test_elsewhere_it_refuses_in_one_line(tmp_path: Path) -> None:
-    environment = os.environ | {"JETSON_RELEASE": str(tmp_path / "none")}
-    for options in ([], ["--dry-run"]):
-        done = subprocess.run(["bash", SCRIPT, *options], capture_output=True, text=True, env=environment)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == f"error: this is no Jetson (there is no {tmp_path}/none): run this on the device\n"
+def test_elsewhere_it_refuses_in_one_line(jetson: Jetson) -> None:
+    jetson.release.unlink()
+    done = jetson.run("--clocks")
+    assert (done.returncode, done.stdout, jetson.done) == (2, "", [])
+    assert done.stderr == f"error: this is no Jetson (there is no {jetson.release}): run this on the device\n"
+
+
+def test_elsewhere_a_dry_run_prints_what_a_new_device_would_be_told(jetson: Jetson) -> None:
+    """Whatever is installed here."""
+    jetson.release.unlink()
+    done = jetson.run("--dry-run", "--swap", "8")
+    assert (done.returncode, done.stderr, jetson.done) == (0, "", [])
+    said, linux, *commands = done.stdout.splitlines()
+    assert said == f"this is no Jetson (there is no {jetson.release}): what JetPack 6.2 would be told"
+    assert linux.startswith("Jetson Linux 36.4: JetPack 6 ")
+    for part in (
+        "+ sudo apt-get install -y nvidia-jetpack",
+        "+ sudo apt-get install -y python3-venv",
+        f"+ /usr/bin/python3 -m venv --system-site-packages {jetson.venv}",
+        "+ sudo systemctl disable nvzramconfig",
+        "+ sudo fallocate -l 8G /swapfile",
+    ):
+        assert part in commands
 
 
 @pytest.mark.parametrize(("jetpack", "cuda"), [("6.2", "12"), ("7.2", "13")])
