@@ -211,7 +211,7 @@ def translations() -> dict[Callable, Callable]:
         return node
 
     def scaled(rows, factor):
-        return opset20.Mul(rows, opset20.CastLike(opset20.Constant(value_float=float(factor)), rows))
+        return opset20.Mul(rows, opset20.CastLike(opset20.Constant(value_float=float(factor)), rows))  # type: ignore[type-var]
 
     own = {getattr(torch.ops.unicache, name).default: node_of(f) for name, f in OPERATORS.items()}
     return {**own, torch.ops.aten.mul.Scalar: scaled}
