@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engines.bundle import REBUILD, Bundle, Layout
+from engines.bundle import Bundle, Layout, rebuild
 from engines.errors import UserError
 from engines.layout import choose_layout
 from engines.preprocessor import FILE, ImagePreprocessor
@@ -75,6 +75,6 @@ class Pictures:
             made += [preprocess(picture, self._settings, layout) for picture in pictures]
         for pixels, layout in zip(made, parts(shown), strict=True):
             if [*pixels.shape] != (taken := layout.pixel_values):
-                path = self._bundle.file(FILE)
-                raise UserError(f"{path} makes images of {[*pixels.shape]}, the graph takes {taken}: {REBUILD}")
+                path, other = self._bundle.path, f"images of {[*pixels.shape]}, the graph takes {taken}"
+                raise UserError(f"{path / FILE} makes {other}: {rebuild(path)}")
         return made
