@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
 def prepared(arguments: argparse.Namespace) -> tuple[Levels, Limits]:
     """The opened bundle, and what the server takes."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise UserError(f"serve needs {', '.join(missing)}: in this package's folder, type pip install '.[serve]'")
+        raise UserError(f"serve needs {', '.join(missing)}: in this package's folder, type pip install -e '.[serve]'")
     import runtime.server.serve  # noqa: F401 (below)
     from runtime.memory import one_arena
     from runtime.model import VLM

@@ -127,6 +127,15 @@ def test_environment_follows_a_new_package_and_a_moved_folder(checkout: Checkout
     assert checkout.installs == 3
 
 
+def test_environment_takes_a_copy_away(checkout: Checkout) -> None:
+    checkout.environment()
+    copy = checkout.root / ".venv/lib/python3.11/site-packages/engines/__init__.py"  # as `pip install .` leaves it
+    copy.parent.mkdir(parents=True)
+    copy.touch()
+    assert "up to date" not in checkout.environment().stdout
+    assert checkout.installs == 2
+
+
 def test_environment_adds_extras_without_taking_others_away(checkout: Checkout) -> None:
     checkout.environment("export,scripts")
     checkout.environment("export,scripts,dev")

@@ -110,4 +110,5 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
-    assert "serve needs uvicorn: in this package's folder, type pip install '.[serve]'" in mistake(capsys, bundle_path)
+    told = mistake(capsys, bundle_path)
+    assert "serve needs uvicorn: in this package's folder, type pip install -e '.[serve]'" in told
