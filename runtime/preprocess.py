@@ -14,7 +14,7 @@ import numpy as np
 
 from engines.errors import UserError, one_line
 from engines.layout import Layout
-from engines.preprocessor import AnyRes, Grid, ImagePreprocessor, Patches, Plain, Size, Split, fitted
+from engines.preprocessor import AnyRes, Grid, ImagePreprocessor, Patches, Plain, Size, Split, eight_bits, fitted
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
@@ -32,7 +32,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF
 
 
 def load_rgb(source: ImageSource) -> np.ndarray:
-    """Read an image as Hugging Face does, which differs by where it comes from.
+    """Read an image as Hugging Face does (but 16 bits a pixel as what they show), which differs by where it comes from.
 
     A file is turned upright by its EXIF tag and loses its alpha channel (`load_image`); a PIL image or an array is
     taken as it is. What is transparent then is composited onto white (`convert_to_rgb`).
@@ -147,7 +147,7 @@ def _decoded(file: Path | BytesIO, name: str) -> np.ndarray:
     from PIL import ImageOps
 
     with opened(file, name) as image:
-        return composited(ImageOps.exif_transpose(image).convert("RGB"))
+        return composited(eight_bits(ImageOps.exif_transpose(image)).convert("RGB"))
 
 
 def _image_rgb(image: PILImage) -> np.ndarray:
@@ -162,6 +162,7 @@ def composited(image: PILImage) -> np.ndarray:
     """`convert_to_rgb`: onto white where the image is transparent, by an alpha channel or a transparent color."""
     from PIL import Image
 
+    image = eight_bits(image)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
