@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import functools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 MISSING_PACKAGE = (
@@ -62,6 +63,29 @@ def check_exit(code: int, failed: str) -> None:
         raise UserError(failed)
 
 
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Signals end the block by an exception, so that what is half-written is removed; also where that is lost on its
+    way and another error follows: an extension's import makes an ImportError of it.
+    """
+    came: list[BaseException] = []
+
+    def end(number: int, _: object) -> NoReturn:
+        came.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        raise came[-1]
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+                signal.signal(number, end)
+    try:
+        yield
+    except Exception as error:
+        if came:
+            raise came[0] from error
+        raise
+
+
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate a command's entry: a user's mistake, a backend that fails, memory or a disk that is full become one
     line on standard error and exit code 2; an interruption, 130.
@@ -69,13 +93,11 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs) -> int:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGHUP):  # so that what is half-written is removed
-                signal.signal(number, lambda number, _: sys.exit(128 + number))
         # Started with a closed stream (`>&-`), Python has None there, and print() would take the other stream.
         sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
         try:
-            code = main(*args, **kwargs) or 0
+            with _ended_by_signals():
+                code = main(*args, **kwargs) or 0
             sys.stdout.flush()
             return code
         except UserError as error:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -63,6 +66,43 @@ def test_what_a_child_ended_with(end: str, code: int, capsys: pytest.CaptureFixt
     assert main() == code
     told = {0: "", 2: "error: it failed: see above\n", 130: "error: interrupted; nothing was written\n"}
     assert capsys.readouterr().err == told[code]
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    known = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
+    before = [signal.getsignal(number) for number in known]
+    yield
+    for number, handler in zip(known, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("error", [UserError("pip install onnxruntime"), ImportError("initialization failed")])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_a_command_though_its_exception_is_lost(
+    number: signal.Signals, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @command
+    def main() -> None:
+        try:
+            os.kill(os.getpid(), number)
+        except BaseException:  # as an extension does whose import is interrupted
+            raise error from None
+
+    if number == signal.SIGINT:
+        assert main() == 130
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 128 + number
+    assert "onnxruntime" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_signal_that_nohup_ignores_ends_nothing() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert command(lambda: os.kill(os.getpid(), signal.SIGHUP))() == 0
 
 
 @pytest.mark.parametrize("error", [ValueError("bug"), ImportError("bug"), KeyError("bug")])
