@@ -312,6 +312,8 @@ class PromptReader:
                 raise UserError(
                     f"the messages have {there} {kind} placeholder{'s' * (there != 1)}, but {count} "
                     f"{kind}{'s were' if count != 1 else ' was'} given"
+                    + f": {known[kind]!r}, the model's own, counts in a text, too"
+                    * (there > count)
                 )
         if places != given:
             raise UserError(f"the messages have {', '.join(places)}, and given were {', '.join(given)}: reorder them")
