@@ -69,10 +69,11 @@ class Pictures:
             UserError: an image cannot be read, or the bundle's parts do not fit.
         """
         made: list[np.ndarray] = []
-        for each, own in zip(images, shown, strict=True):
+        for number, (each, own) in enumerate(zip(images, shown, strict=True), 1):
             pictures: Any = own.pictures() if isinstance(own, Clip) else [each]
             layout = own.parts[0] if isinstance(own, Clip) else own
-            made += [preprocess(picture, self._settings, layout) for picture in pictures]
+            name = f"video {number}" if isinstance(own, Clip) else f"image {number}"
+            made += [preprocess(picture, self._settings, layout, name) for picture in pictures]
         for pixels, layout in zip(made, parts(shown), strict=True):
             if [*pixels.shape] != (taken := layout.pixel_values):
                 path, other = self._bundle.path, f"images of {[*pixels.shape]}, the graph takes {taken}"

@@ -31,7 +31,15 @@ ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF: what is stored lies on its s
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF", "TGA", "ICO")
 
 
-def load_rgb(source: ImageSource) -> np.ndarray:
+class ImageError(UserError):
+    """An image that cannot be read."""
+
+
+class TooManyPixels(ImageError):
+    """An image whose header declares more of them than Pillow takes."""
+
+
+def load_rgb(source: ImageSource, name: str = "the image") -> np.ndarray:
     """Read an image as Hugging Face does (but 16 bits a pixel as what they show), which differs by where it comes from.
 
     A file is turned upright by its EXIF tag and loses its alpha channel (`load_image`); a PIL image or an array is
@@ -39,6 +47,7 @@ def load_rgb(source: ImageSource) -> np.ndarray:
 
     Args:
         source: path, bytes of an image file, PIL image, or uint8 array [H, W], [H, W, 1], [H, W, 3] or [H, W, 4].
+        name: what messages call one that is no file.
 
     Returns:
         uint8 [H, W, 3].
@@ -51,9 +60,9 @@ def load_rgb(source: ImageSource) -> np.ndarray:
     if isinstance(source, np.ndarray):
         return _array_rgb(source)
     if isinstance(source, Image.Image):
-        return _image_rgb(source)
+        return _image_rgb(source, name)
     if isinstance(source, bytes):
-        return _decoded(BytesIO(source), "the image")
+        return _decoded(BytesIO(source), name)
     if isinstance(source, str | Path):
         return _file_rgb(Path(source))
     raise UserError(f"image must be a path, bytes, a PIL image or an array, got {type(source).__name__}")
@@ -122,7 +131,7 @@ def opened(file: Path | BytesIO, name: str) -> Iterator[PILImage]:
     """An image file whose header was read, and whose pixels are not decoded yet.
 
     Raises:
-        UserError: what is done with it fails, or it is no image, or has too many pixels.
+        ImageError: what is done with it fails, or it is no image, or has too many pixels.
     """
     from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
@@ -136,11 +145,11 @@ def opened(file: Path | BytesIO, name: str) -> Iterator[PILImage]:
                 raise Image.DecompressionBombError(f"{image.width} x {image.height}, more than {limit}")
             yield image
     except UnidentifiedImageError as error:  # its message names the object that was read, by its address
-        raise UserError(f"{name}: not a readable image: damaged, or none of {', '.join(FORMATS)}") from error
+        raise ImageError(f"{name}: not a readable image: damaged, or none of {', '.join(FORMATS)}") from error
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise UserError(f"{name}: too many pixels: shrink the image ({one_line(error)})") from error
+        raise TooManyPixels(f"{name}: too many pixels: shrink the image ({one_line(error)})") from error
     except Exception as error:  # a decoder fails in many ways, and each of them is this file's fault
-        raise UserError(f"{name}: not a readable image: {one_line(error)}") from error
+        raise ImageError(f"{name}: not a readable image: {one_line(error)}") from error
 
 
 def _decoded(file: Path | BytesIO, name: str) -> np.ndarray:
@@ -150,11 +159,11 @@ def _decoded(file: Path | BytesIO, name: str) -> np.ndarray:
         return composited(eight_bits(ImageOps.exif_transpose(image)).convert("RGB"))
 
 
-def _image_rgb(image: PILImage) -> np.ndarray:
+def _image_rgb(image: PILImage, name: str) -> np.ndarray:
     try:
         pixels = composited(image)
     except Exception as error:  # opened lazily by the caller: its file may be truncated
-        raise UserError(f"not a readable image: {one_line(error)}") from error
+        raise ImageError(f"{name}: not a readable image: {one_line(error)}") from error
     return _not_empty(pixels)
 
 
@@ -196,22 +205,25 @@ def _not_empty(pixels: np.ndarray) -> np.ndarray:
     return pixels
 
 
-def preprocess(source: ImageSource | Sequence[ImageSource], settings: ImagePreprocessor, layout: Layout) -> np.ndarray:
+def preprocess(
+    source: ImageSource | Sequence[ImageSource], settings: ImagePreprocessor, layout: Layout, name: str = "the image"
+) -> np.ndarray:
     """Load one picture, bring it to the layout, cut it, rescale and normalise it.
 
     Args:
         source: one picture, or the frames of a video, as many as the layout has; of patches over several frames the
             last one is repeated where some are missing.
+        name: what messages call one that is no file.
 
     Returns:
         float32, of the shape of the layout's `pixel_values` if the settings are those that it was made with.
     """
     frames: list[ImageSource] = [*source] if isinstance(source, list | tuple) else [source]  # type: ignore[list-item]
     if isinstance(kind := settings.kind, Patches):
-        pictures = np.stack([_resized(load_rgb(frame), settings, layout) for frame in frames])
+        pictures = np.stack([_resized(load_rgb(frame, name), settings, layout) for frame in frames])
         made = _patches(_normal(pictures, settings), kind)
     else:
-        made = np.concatenate([_normal(_tiles(load_rgb(frame), settings, layout), settings) for frame in frames])
+        made = np.concatenate([_normal(_tiles(load_rgb(frame, name), settings, layout), settings) for frame in frames])
     return made
 
 
@@ -277,7 +289,7 @@ def _resize(pixels: np.ndarray, size: Size, resample: int) -> np.ndarray:
 
     (height, width), limit = pixels.shape[:2], Image.MAX_IMAGE_PIXELS
     if limit is not None and prod(size) > limit:
-        raise UserError(
+        raise ImageError(
             f"image of {width} x {height} pixels is too narrow: it would be resized to {size[1]} x {size[0]}"
         )
     return np.array(Image.fromarray(pixels).resize(size[::-1], Image.Resampling(resample)))

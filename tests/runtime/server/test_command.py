@@ -102,6 +102,7 @@ def test_mistakes_are_one_line(bundle_path: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "empty").write_text("\n")
     assert "holds no token" in mistake(capsys, bundle_path, "--token-file", tmp_path / "empty")
     assert "--queue: must be at least 1" in mistake(capsys, bundle_path, "--queue", 0)
+    assert "more than Pillow takes: 89 at most" in mistake(capsys, bundle_path, "--max-pixels", 90)
 
 
 @pytest.mark.usefixtures("never")
