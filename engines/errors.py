@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import functools
+import io
 import os
 import signal
 import sys
@@ -95,6 +96,8 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
     def wrapped(*args, **kwargs) -> int:
         # Started with a closed stream (`>&-`), Python has None there, and print() would take the other stream.
         sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # in a pipe or a log, too, a line is told when it is true
         try:
             with _ended_by_signals():
                 code = main(*args, **kwargs) or 0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -137,6 +138,15 @@ def test_reader_that_has_had_enough() -> None:
     assert process.stderr.read() == b""
     assert process.wait() == 141
     process.stderr.close()
+
+
+def test_a_line_in_a_pipe_comes_at_once() -> None:
+    code = "import sys; from engines.errors import command; command(lambda: (print('x'), sys.stdin.read()) and 0)()"
+    line = [sys.executable, "-c", code]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
+        assert select.select([process.stdout], [], [], 20)[0]
+        process.kill()
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
