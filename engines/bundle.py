@@ -30,7 +30,7 @@ import numpy as np
 
 from engines.artifacts import Graph, Library, Plan, TensorSpec
 from engines.config import parse, parse_json
-from engines.errors import UserError, one_line
+from engines.errors import UserError, one_line, without_names
 from engines.gate import Adaptive
 from engines.layout import Layout
 from engines.manifest import (
@@ -126,7 +126,7 @@ def writing(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({one_line(error)}): choose another --out") from error
+        raise UserError(f"{out} cannot be written ({without_names(error)}): choose another --out") from error
     try:
         temporary.chmod(0o755)
         yield temporary

@@ -87,6 +87,16 @@ def _ended_by_signals() -> Iterator[None]:
         raise
 
 
+def _print_no_more() -> None:
+    """Python flushes what is left at its end, and would fail anew."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def without_names(error: OSError) -> str:
+    """Why, without the names of temporary files."""
+    return error.strerror or one_line(error)
+
+
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate a command's entry: a user's mistake, a backend that fails, memory or a disk that is full become one
     line on standard error and exit code 2; an interruption, 130.
@@ -109,19 +119,25 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
             print(f"error: {one_line(error)}: try again, or choose another backend or device", file=sys.stderr)
         except MemoryError as error:
             print(f"error: no memory is left ({one_line(error)}): ask for less, or end what else runs", file=sys.stderr)
-        except BrokenPipeError:  # the reader, `head` for example, has had enough; nothing more can be printed
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # the reader, `head` for example, has had enough
+            _print_no_more()
             return 141
         except ModuleNotFoundError as error:
             print(f"error: {one_line(error)}: {MISSING_PACKAGE}", file=sys.stderr)
         except OSError as error:
             advice = {
-                errno.ENOSPC: ": free some space or choose another folder",
-                errno.EDQUOT: ": free some space or choose another folder",
+                errno.ENOSPC: ": free some space or choose another place",
+                errno.EDQUOT: ": free some space or choose another place",
                 errno.EACCES: ": change its permissions or choose another place",
                 errno.EROFS: ": choose another place",
             }
-            print(f"error: {one_line(error)}{advice.get(error.errno or 0, '')}", file=sys.stderr)
+            try:
+                sys.stdout.flush()
+                what = one_line(error)
+            except OSError:
+                what = f"what is printed cannot be written: {one_line(error)}"
+                _print_no_more()
+            print(f"error: {what}{advice.get(error.errno or 0, '')}", file=sys.stderr)
         except KeyboardInterrupt as error:
             told = one_line(error) if error.args else "interrupted; nothing was written"
             print(f"error: {told}", file=sys.stderr)

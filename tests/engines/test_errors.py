@@ -13,6 +13,8 @@ import pytest
 from engines.cuda import CudaError
 from engines.errors import BackendError, Parser, UserError, check_exit, command, one_line
 
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
 
 def run(error: BaseException | None, result: int | None = None) -> int:
     @command
@@ -140,11 +142,18 @@ def test_reader_that_has_had_enough() -> None:
     process.stderr.close()
 
 
+def test_output_that_finds_no_room_is_one_line() -> None:
+    code = "from engines.errors import command; import sys; sys.exit(command(lambda: print('out'))())"
+    line = ["bash", "-c", '"$0" -c "$1" >/dev/full', sys.executable, code]
+    done = subprocess.run(line, capture_output=True, text=True, env=BUFFERED)
+    told = "error: what is printed cannot be written: [Errno 28] No space left on device: free some space"
+    assert (done.returncode, done.stderr) == (2, f"{told} or choose another place\n")
+
+
 def test_a_line_in_a_pipe_comes_at_once() -> None:
     code = "import sys; from engines.errors import command; command(lambda: (print('x'), sys.stdin.read()) and 0)()"
     line = [sys.executable, "-c", code]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=BUFFERED) as process:
         assert select.select([process.stdout], [], [], 20)[0]
         process.kill()
 
