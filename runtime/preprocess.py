@@ -64,7 +64,7 @@ def load_rgb(source: ImageSource, name: str = "the image") -> np.ndarray:
     if isinstance(source, bytes):
         return _decoded(BytesIO(source), name)
     if isinstance(source, str | Path):
-        return _file_rgb(Path(source))
+        return _decoded(checked(source), str(source))
     raise UserError(f"image must be a path, bytes, a PIL image or an array, got {type(source).__name__}")
 
 
@@ -81,7 +81,7 @@ def measure(source: ImageSource) -> Size:
         return height, width
     if isinstance(source, Image.Image):
         return source.height, source.width
-    file = BytesIO(source) if isinstance(source, bytes) else checked(Path(source))
+    file = BytesIO(source) if isinstance(source, bytes) else checked(source)
     with opened(file, "the image" if isinstance(source, bytes) else str(source)) as image:
         return upright_size(image)
 
@@ -108,11 +108,10 @@ def decoding_bytes(source: ImageSource, settings: ImagePreprocessor, layout: Lay
     return each * height * width + DECODING * (resized + cut)
 
 
-def _file_rgb(path: Path) -> np.ndarray:
-    return _decoded(checked(path), str(path))
-
-
-def checked(path: Path) -> Path:
+def checked(source: str | Path) -> Path:
+    if source == "":  # which Path takes for this folder
+        raise UserError("an image's or a video's path is empty: name a file")
+    path = Path(source)
     try:
         status = path.stat()
     except FileNotFoundError:
