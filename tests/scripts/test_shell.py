@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from engines.plugins import cuda_library
+
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = [*sorted(ROOT.glob("scripts/*.sh")), ROOT / ".ci/run"]
 EXTRAS = "export,scripts"
@@ -101,6 +103,7 @@ def test_environment_installs_headers_for_tests_without_their_dependencies(check
     (install,) = (line for line in checkout.asked("-m pip install") if "--no-deps" in line)
     pin = re.search(r"kernel-lens==\S+", install)
     assert pin
+    assert pin[0] == f"kernel-lens=={cuda_library.HEADER_RELEASE}"  # which is told where there are none
 
     script = checkout.root / "scripts/environment.sh"
     script.write_text(script.read_text().replace(pin[0], "kernel-lens==9.9"))  # another release is a change
