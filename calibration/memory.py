@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from calibration.samples import Sample
 from engines.bundle import check_outside, sha256
-from engines.errors import UserError, one_line
+from engines.errors import UserError, without_names
 
 FORMAT = 1  # of the files: to be raised where what is measured changes
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def check_writable(path: Path, *read: Path) -> None:
         with _beside(path):
             pass
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {one_line(error)}: choose another place") from error
+        raise UserError(f"{path} cannot be written: {without_names(error)}: choose another place") from error
 
 
 def _beside(path: Path) -> tempfile.TemporaryDirectory[str]:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from engines.bundle import sha256
 from engines.errors import UserError, one_line
+from engines.preprocessor import eight_bits
 from export.checkpoint import takes_images
 
 if TYPE_CHECKING:
@@ -213,6 +214,6 @@ def opened(path: Path) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd tags and the like, about an image that is fine
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # more pixels than the runtime takes
-            return Image.open(path).convert("RGB")
+            return eight_bits(Image.open(path)).convert("RGB")
     except Exception as error:  # a decoder fails in many ways, and each of them is this file's fault
         raise UserError(f"image {path} cannot be read: {one_line(error)}") from error

@@ -16,6 +16,9 @@ from engines.guard import Guarded, Limits
 from engines.weights import StoredWeights
 from export.checkpoint import Checkpoint
 from export.weights import Weights
+from export.weights.grid import LEAST_GROUP
+
+MORE_BITS = {"int4": "int8", "int8": "float16", "float16": "float32"}
 
 
 def guarded_weights(
@@ -63,9 +66,16 @@ def guarded_weights(
     verdict = guard.judge(dataclasses.replace(guard.whole, name=f"{weights.dtype}-weights", guard=Limits()))
     if not (verdict.holds or way == WARN):
         raise UserError(
-            f"{weights.dtype} weights are refused: {'; '.join(verdict.reasons)}: give more bits (--weights int8), "
-            "a scale for fewer of them (--group 32), or build it as it is (--guard warn)"
+            f"{weights.dtype} weights are refused: {'; '.join(verdict.reasons)}: {_remedies(weights)}, or build it as "
+            "it is (--guard warn)"
         )
     guarded = Guarded([verdict])
     say(f"{weights.dtype} weights: {guarded.line}")
     return checkpoint, dataclasses.replace(stored, guard=guarded)
+
+
+def _remedies(weights: Weights) -> str:
+    """What costs less than these weights, and nothing that they have already."""
+    told = f"give more bits (--weights {MORE_BITS[weights.dtype]})"
+    coarse = weights.bits and weights.layers.group > LEAST_GROUP
+    return f"{told}, a scale for fewer of them (--group {LEAST_GROUP})" if coarse else told

@@ -30,7 +30,7 @@ import numpy as np
 
 from engines.artifacts import Graph, Library, Plan, TensorSpec
 from engines.config import parse, parse_json
-from engines.errors import UserError, one_line
+from engines.errors import UserError, one_line, without_names
 from engines.gate import Adaptive
 from engines.layout import Layout
 from engines.manifest import (
@@ -51,13 +51,12 @@ from engines.weights import StoredWeights, Table
 
 __all__ = [
     "Adaptive", "Bucket", "Bundle", "Embedding", "Graph", "Layout", "Level", "Library", "Manifest", "Model", "Plan",
-    "Shortened", "StoredWeights", "TensorSpec", "View", "read", "seal", "sha256", "writing",
+    "Shortened", "StoredWeights", "TensorSpec", "View", "read", "rebuild", "seal", "sha256", "writing",
 ]  # fmt: skip
 
 MIB = 2**20
 FULL = errno.ENOSPC, errno.EDQUOT  # of an OSError: the disk, or what a user may have of it
 MANIFEST, CHECKSUM = "manifest.json", "manifest.sha256"
-REBUILD = "build it again with  python export/build.py"
 BUILD = "give a folder that export/build.py wrote; it builds one with  python export/build.py CHECKPOINT --out FOLDER"
 
 
@@ -127,7 +126,7 @@ def writing(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({one_line(error)}): choose another --out") from error
+        raise UserError(f"{out} cannot be written ({without_names(error)}): choose another --out") from error
     try:
         temporary.chmod(0o755)
         yield temporary
@@ -211,26 +210,34 @@ def read(path: str | Path) -> Bundle:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
 
 
+def rebuild(path: Path) -> str:
+    return f"build it again from its checkpoint:  python export/build.py CHECKPOINT --out {path}"
+
+
+def _damaged(what: str, path: Path) -> UserError:
+    return UserError(f"{what}: copy the bundle again, or {rebuild(path)}")  # a device can only copy it
+
+
 def _checked(path: Path) -> Manifest:
     text = _own(path, MANIFEST).read_bytes()
     if hashlib.sha256(text).hexdigest().encode() != _own(path, CHECKSUM).read_bytes():
-        raise UserError(f"{path / MANIFEST} is damaged: {REBUILD} --out {path}")
+        raise _damaged(f"{path / MANIFEST} is damaged", path)
     data = parse_json(text, str(path / MANIFEST))
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise UserError(f"{path} is no {FORMAT} bundle: {BUILD}")
     if (version := data.get("version")) not in range(WITHOUT_VIDEOS, VERSION + 1):
         newer = "update this program, or " * (type(version) is int and version > VERSION)
-        known = f"{WITHOUT_VIDEOS} to {VERSION}"
-        raise UserError(f"{path} is a bundle of version {version}, and this program reads {known}: {newer}{REBUILD}")
+        known = f"and this program reads {WITHOUT_VIDEOS} to {VERSION}"
+        raise UserError(f"{path} is a bundle of version {version}, {known}: {newer}{rebuild(path)}")
     manifest = parse(Manifest, data, str(path / MANIFEST))
     try:
         manifest.check()
     except ValueError as error:
-        raise UserError(f"{path / MANIFEST}: {error}: {REBUILD} --out {path}") from error
+        raise UserError(f"{path / MANIFEST}: {error}: {rebuild(path)}") from error
     for name, file in manifest.files.items():
         target = _own(path, name)
         if target.stat().st_size != file.bytes or sha256(target) != file.sha256:
-            raise UserError(f"{target} is damaged: {REBUILD} --out {path}")
+            raise _damaged(f"{target} is damaged", path)
     return manifest
 
 
@@ -238,7 +245,7 @@ def _own(path: Path, name: str) -> Path:
     """A file that is in the bundle."""
     target = path / name
     if not target.is_file():
-        raise UserError(f"{target} is missing: {REBUILD} --out {path}")
+        raise _damaged(f"{target} is missing", path)
     if not target.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{target} is a link out of the bundle: put the file itself there")
     return target

@@ -10,13 +10,30 @@ import json
 from dataclasses import asdict, dataclass
 from math import ceil, floor, inf, sqrt
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engines.config import parse, read_json
 
 FILE = "preprocessor.json"
 RESAMPLE = range(6)  # PIL: nearest, lanczos, bilinear, bicubic, box, hamming
 Size = tuple[int, int]
+
+
+def eight_bits(image: Any) -> Any:
+    """A PIL image of 16 bits a pixel in 8; any other as it is. Pillow would make white of all that is above 255.
+
+    Raises:
+        ValueError: which of its numbers is black or white is not known.
+    """
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return image
+    levels = image if image.mode == "F" else image.convert("I")  # Pillow finds no extrema of I;16B
+    least, most = levels.getextrema()
+    if image.mode == "F" or least < 0 or most > 65535:
+        raise ValueError(f"pixels of mode {image.mode} from {least:g} to {most:g}: save it with 8 or 16 bits a pixel")
+    made = levels.point(lambda level: level / 257 + 0.5).convert("L")
+    made.info.pop("transparency", None)  # a level of 16 bits; others would share what it becomes
+    return made
 
 
 class _Rule:

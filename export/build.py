@@ -337,10 +337,9 @@ def _with_plans(
 
 
 def _progress(console: Console) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from export.progress import progress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console)
+    return progress(console)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import torch
 from onnx import helper
 from onnx.defs import OpSchema
+from onnxscript import opset20
 from onnxscript.values import OnnxFunction, Op
 from torch import Tensor
 
@@ -193,7 +194,11 @@ def _schema(function: OnnxFunction) -> OpSchema:
 
 
 def translations() -> dict[Callable, Callable]:
-    """For `torch.onnx.export`: each PyTorch operator becomes one node of our domain, not its inlined body."""
+    """For `torch.onnx.export`: each operator of ours becomes one node of our domain, not its inlined body.
+
+    Whole numbers times a fraction, as positions in GOT-OCR's encoder are, need one of PyTorch's own beside them:
+    onnxscript 0.6.0 has none for it.
+    """
 
     def node_of(function: OnnxFunction) -> Callable:
         attributes = [attribute.name for attribute in function.function_ir.attrs]
@@ -205,4 +210,8 @@ def translations() -> dict[Callable, Callable]:
 
         return node
 
-    return {getattr(torch.ops.unicache, name).default: node_of(f) for name, f in OPERATORS.items()}
+    def scaled(rows, factor):
+        return opset20.Mul(rows, opset20.CastLike(opset20.Constant(value_float=float(factor)), rows))  # type: ignore[type-var]
+
+    own = {getattr(torch.ops.unicache, name).default: node_of(f) for name, f in OPERATORS.items()}
+    return {**own, torch.ops.aten.mul.Scalar: scaled}

@@ -140,6 +140,7 @@ def _tidy(model: ir.Model) -> None:
     _turn(model)
     _divide(model)
     fold_constants(model)
+    _clip(model)
     passes = ir.passes.Sequential(common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass())
     passes(model)
     for node in model.graph:
@@ -162,6 +163,24 @@ def _divide(model: ir.Model) -> None:
                 old, new = [node.outputs[0]], [quotient.outputs[0]]
                 ir.convenience.replace_nodes_and_values(model.graph, node, [node], [quotient], old, new)
                 break
+
+
+def _clip(model: ir.Model) -> None:
+    """The smaller of a limit and the larger of another and x: one node that passes over x once."""
+    for node in list(model.graph):
+        low = node.inputs[0].producer() if node.op_type == "Min" and not node.domain and node.inputs[0] else None
+        if low is None or low.op_type != "Max" or len(low.inputs) != 2 or len(node.inputs) != 2:
+            continue
+        limits = [low.inputs[1], node.inputs[1]]
+        if len(low.outputs[0].uses()) == 1 and all(limit is not None and _is_number(limit) for limit in limits):
+            clip = ir.Node("", "Clip", [low.inputs[0], *limits])
+            ir.convenience.replace_nodes_and_values(model.graph, node, [low, node], [clip], node.outputs, clip.outputs)
+
+
+def _is_number(value: ir.Value) -> bool:
+    """Whether it is a constant without dimensions, and no whole number."""
+    tensor = ir.convenience.get_const_tensor(value)
+    return tensor is not None and len(tensor.shape) == 0 and tensor.dtype.is_floating_point()
 
 
 def _turn(model: ir.Model) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from engines import cuda, ort, products, trt, trt_session
 from engines.backend import Session, Status
-from engines.bundle import REBUILD, Bundle, Graph
+from engines.bundle import Bundle, Graph, rebuild
 from engines.cuda import Device
 from engines.errors import UserError
 from engines.manifest import WEIGHTS
@@ -123,7 +123,7 @@ def load(
         for tensor in sorted(expected.keys() | declared.keys()):
             if expected.get(tensor) != declared.get(tensor):
                 what = f"{described.file} as {backend} loads it: {tensor!r} is {declared.get(tensor)} in the graph"
-                raise UserError(f"{what}, but {expected.get(tensor)} in the manifest: {REBUILD} --out {bundle.path}")
+                raise UserError(f"{what}, but {expected.get(tensor)} in the manifest: {rebuild(bundle.path)}")
     return session
 
 

@@ -54,6 +54,8 @@ def parse_size(text: str) -> int:
 
 def size(count: float) -> str:
     """Bytes as a person reads them."""
+    if 0 < count < 1024:
+        return f"{count:.0f} B"
     return f"{count / MIB:,.1f} MiB" if count >= MIB / 10 or not count else f"{count / 1024:,.1f} KiB"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engines.bundle import REBUILD, Bundle, Layout
+from engines.bundle import Bundle, Layout, rebuild
 from engines.errors import UserError
 from engines.layout import choose_layout
 from engines.preprocessor import FILE, ImagePreprocessor
@@ -69,12 +69,13 @@ class Pictures:
             UserError: an image cannot be read, or the bundle's parts do not fit.
         """
         made: list[np.ndarray] = []
-        for each, own in zip(images, shown, strict=True):
+        for number, (each, own) in enumerate(zip(images, shown, strict=True), 1):
             pictures: Any = own.pictures() if isinstance(own, Clip) else [each]
             layout = own.parts[0] if isinstance(own, Clip) else own
-            made += [preprocess(picture, self._settings, layout) for picture in pictures]
+            name = f"video {number}" if isinstance(own, Clip) else f"image {number}"
+            made += [preprocess(picture, self._settings, layout, name) for picture in pictures]
         for pixels, layout in zip(made, parts(shown), strict=True):
             if [*pixels.shape] != (taken := layout.pixel_values):
-                path = self._bundle.file(FILE)
-                raise UserError(f"{path} makes images of {[*pixels.shape]}, the graph takes {taken}: {REBUILD}")
+                path, other = self._bundle.path, f"images of {[*pixels.shape]}, the graph takes {taken}"
+                raise UserError(f"{path / FILE} makes {other}: {rebuild(path)}")
         return made

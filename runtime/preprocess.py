@@ -14,7 +14,7 @@ import numpy as np
 
 from engines.errors import UserError, one_line
 from engines.layout import Layout
-from engines.preprocessor import AnyRes, Grid, ImagePreprocessor, Patches, Plain, Size, Split, fitted
+from engines.preprocessor import AnyRes, Grid, ImagePreprocessor, Patches, Plain, Size, Split, eight_bits, fitted
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
@@ -31,14 +31,23 @@ ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF: what is stored lies on its s
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF", "TGA", "ICO")
 
 
-def load_rgb(source: ImageSource) -> np.ndarray:
-    """Read an image as Hugging Face does, which differs by where it comes from.
+class ImageError(UserError):
+    """An image that cannot be read."""
+
+
+class TooManyPixels(ImageError):
+    """An image whose header declares more of them than Pillow takes."""
+
+
+def load_rgb(source: ImageSource, name: str = "the image") -> np.ndarray:
+    """Read an image as Hugging Face does (but 16 bits a pixel as what they show), which differs by where it comes from.
 
     A file is turned upright by its EXIF tag and loses its alpha channel (`load_image`); a PIL image or an array is
     taken as it is. What is transparent then is composited onto white (`convert_to_rgb`).
 
     Args:
         source: path, bytes of an image file, PIL image, or uint8 array [H, W], [H, W, 1], [H, W, 3] or [H, W, 4].
+        name: what messages call one that is no file.
 
     Returns:
         uint8 [H, W, 3].
@@ -51,11 +60,11 @@ def load_rgb(source: ImageSource) -> np.ndarray:
     if isinstance(source, np.ndarray):
         return _array_rgb(source)
     if isinstance(source, Image.Image):
-        return _image_rgb(source)
+        return _image_rgb(source, name)
     if isinstance(source, bytes):
-        return _decoded(BytesIO(source), "the image")
+        return _decoded(BytesIO(source), name)
     if isinstance(source, str | Path):
-        return _file_rgb(Path(source))
+        return _decoded(checked(source), str(source))
     raise UserError(f"image must be a path, bytes, a PIL image or an array, got {type(source).__name__}")
 
 
@@ -72,7 +81,7 @@ def measure(source: ImageSource) -> Size:
         return height, width
     if isinstance(source, Image.Image):
         return source.height, source.width
-    file = BytesIO(source) if isinstance(source, bytes) else checked(Path(source))
+    file = BytesIO(source) if isinstance(source, bytes) else checked(source)
     with opened(file, "the image" if isinstance(source, bytes) else str(source)) as image:
         return upright_size(image)
 
@@ -99,11 +108,10 @@ def decoding_bytes(source: ImageSource, settings: ImagePreprocessor, layout: Lay
     return each * height * width + DECODING * (resized + cut)
 
 
-def _file_rgb(path: Path) -> np.ndarray:
-    return _decoded(checked(path), str(path))
-
-
-def checked(path: Path) -> Path:
+def checked(source: str | Path) -> Path:
+    if source == "":  # which Path takes for this folder
+        raise UserError("an image's or a video's path is empty: name a file")
+    path = Path(source)
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -122,7 +130,7 @@ def opened(file: Path | BytesIO, name: str) -> Iterator[PILImage]:
     """An image file whose header was read, and whose pixels are not decoded yet.
 
     Raises:
-        UserError: what is done with it fails, or it is no image, or has too many pixels.
+        ImageError: what is done with it fails, or it is no image, or has too many pixels.
     """
     from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
@@ -136,25 +144,25 @@ def opened(file: Path | BytesIO, name: str) -> Iterator[PILImage]:
                 raise Image.DecompressionBombError(f"{image.width} x {image.height}, more than {limit}")
             yield image
     except UnidentifiedImageError as error:  # its message names the object that was read, by its address
-        raise UserError(f"{name}: not a readable image: damaged, or none of {', '.join(FORMATS)}") from error
+        raise ImageError(f"{name}: not a readable image: damaged, or none of {', '.join(FORMATS)}") from error
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise UserError(f"{name}: too many pixels: shrink the image ({one_line(error)})") from error
+        raise TooManyPixels(f"{name}: too many pixels: shrink the image ({one_line(error)})") from error
     except Exception as error:  # a decoder fails in many ways, and each of them is this file's fault
-        raise UserError(f"{name}: not a readable image: {one_line(error)}") from error
+        raise ImageError(f"{name}: not a readable image: {one_line(error)}") from error
 
 
 def _decoded(file: Path | BytesIO, name: str) -> np.ndarray:
     from PIL import ImageOps
 
     with opened(file, name) as image:
-        return composited(ImageOps.exif_transpose(image).convert("RGB"))
+        return composited(eight_bits(ImageOps.exif_transpose(image)).convert("RGB"))
 
 
-def _image_rgb(image: PILImage) -> np.ndarray:
+def _image_rgb(image: PILImage, name: str) -> np.ndarray:
     try:
         pixels = composited(image)
     except Exception as error:  # opened lazily by the caller: its file may be truncated
-        raise UserError(f"not a readable image: {one_line(error)}") from error
+        raise ImageError(f"{name}: not a readable image: {one_line(error)}") from error
     return _not_empty(pixels)
 
 
@@ -162,6 +170,7 @@ def composited(image: PILImage) -> np.ndarray:
     """`convert_to_rgb`: onto white where the image is transparent, by an alpha channel or a transparent color."""
     from PIL import Image
 
+    image = eight_bits(image)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
@@ -195,22 +204,25 @@ def _not_empty(pixels: np.ndarray) -> np.ndarray:
     return pixels
 
 
-def preprocess(source: ImageSource | Sequence[ImageSource], settings: ImagePreprocessor, layout: Layout) -> np.ndarray:
+def preprocess(
+    source: ImageSource | Sequence[ImageSource], settings: ImagePreprocessor, layout: Layout, name: str = "the image"
+) -> np.ndarray:
     """Load one picture, bring it to the layout, cut it, rescale and normalise it.
 
     Args:
         source: one picture, or the frames of a video, as many as the layout has; of patches over several frames the
             last one is repeated where some are missing.
+        name: what messages call one that is no file.
 
     Returns:
         float32, of the shape of the layout's `pixel_values` if the settings are those that it was made with.
     """
     frames: list[ImageSource] = [*source] if isinstance(source, list | tuple) else [source]  # type: ignore[list-item]
     if isinstance(kind := settings.kind, Patches):
-        pictures = np.stack([_resized(load_rgb(frame), settings, layout) for frame in frames])
+        pictures = np.stack([_resized(load_rgb(frame, name), settings, layout) for frame in frames])
         made = _patches(_normal(pictures, settings), kind)
     else:
-        made = np.concatenate([_normal(_tiles(load_rgb(frame), settings, layout), settings) for frame in frames])
+        made = np.concatenate([_normal(_tiles(load_rgb(frame, name), settings, layout), settings) for frame in frames])
     return made
 
 
@@ -276,7 +288,7 @@ def _resize(pixels: np.ndarray, size: Size, resample: int) -> np.ndarray:
 
     (height, width), limit = pixels.shape[:2], Image.MAX_IMAGE_PIXELS
     if limit is not None and prod(size) > limit:
-        raise UserError(
+        raise ImageError(
             f"image of {width} x {height} pixels is too narrow: it would be resized to {size[1]} x {size[0]}"
         )
     return np.array(Image.fromarray(pixels).resize(size[::-1], Image.Resampling(resample)))

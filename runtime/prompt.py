@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engines.bundle import Bucket, Level, Model
+from engines.bundle import Bucket, Level, Model, rebuild
 from engines.config import read_json
 from engines.errors import UserError, one_line
 from engines.mrope import MRope
@@ -143,7 +143,7 @@ def choose_bucket(tokens: int, text: int, level: Level, room: int = 0) -> Bucket
     raise UserError(
         f"the prompt has {tokens} tokens ({tokens - text} of images), more than the longest bucket's {longest.length} "
         f"and the {free} that a window takes which is never compacted: give fewer images or words, choose a level that "
-        f"compacts, or rebuild with  python export/build.py --buckets {tokens}"
+        f"compacts, or rebuild with  --buckets {tokens}"
     )
 
 
@@ -256,7 +256,7 @@ class PromptReader:
             if (found := ids.count(model.image_token_id)) != layout.tokens:
                 raise UserError(
                     f"{folder}: the text of layout {layout.name} has {found} image tokens, not {layout.tokens}: its "
-                    "tokenizer and its manifest are not of one build, make them again with  python export/build.py"
+                    "tokenizer and its manifest are not of one build: " + rebuild(folder)
                 )
 
     def text(self, prompt: Prompt, shown: Sequence[Shown]) -> str:
@@ -312,6 +312,8 @@ class PromptReader:
                 raise UserError(
                     f"the messages have {there} {kind} placeholder{'s' * (there != 1)}, but {count} "
                     f"{kind}{'s were' if count != 1 else ' was'} given"
+                    + f": {known[kind]!r}, the model's own, counts in a text, too"
+                    * (there > count)
                 )
         if places != given:
             raise UserError(f"the messages have {', '.join(places)}, and given were {', '.join(given)}: reorder them")

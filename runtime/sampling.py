@@ -57,7 +57,7 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature != 0:
+        if self.temperature != 0 or isinstance(self.temperature, bool):
             check_number("temperature, where it is not 0,", self.temperature, 0.01, 100, whole=False)
         check_number("top_k", self.top_k, 0)
         check_number("top_p", self.top_p, 0, 1, whole=False)

@@ -166,14 +166,14 @@ def read(video: Video) -> Clip:
         UserError: there is none, or nothing that is one.
     """
     source = video.source
-    if isinstance(source, str | Path) and Path(source).is_dir():
+    if isinstance(source, str | Path) and source != "" and Path(source).is_dir():
         names = [path for path in Path(source).iterdir() if path.is_file() and not path.name.startswith(".")]
         if not names:
             raise UserError(f"{source}: a folder without images: a video needs one a frame")
         names.sort(key=by_number)
         return Clip(f"video {source}", names, len(names), video.fps or FPS)
     if isinstance(source, str | Path | bytes):
-        file: Path | bytes = source if isinstance(source, bytes) else Path(source)
+        file = source if isinstance(source, bytes) else checked(source)
         name = "the video" if isinstance(source, bytes) else str(source)
         total, shown = _headers(file, name)
         return Clip(name, file, total, video.fps or (1000 / shown if shown > 0 else FPS))

@@ -40,10 +40,11 @@ find_python() {
     die "no Python 3.11 or newer found: install one, or name it with  PYTHON=/path/to/python3"
 }
 
-# Everything an installation depends on; the packages' paths too, since an editable installation points to each.
+# Everything an installation depends on; the packages' paths too, since an editable installation points to each, and a
+# copy's, with which a `pip install .` has taken its place: it would not follow this folder.
 fingerprint() {
     {
-        printf '%s\n' "$root"/*/__init__.py
+        printf '%s\n' "$root"/*/__init__.py "$venv"/lib/python*/site-packages/engines/__init__.py
         "$venv/bin/python" -VV
         cat -- "$root/pyproject.toml" "$root/constraints.txt"
         printf '%s\n' "${alone[@]}"

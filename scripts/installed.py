@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where this project itself is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before a copy that is installed, and may be an old one
 
 from engines import releases
 from engines.errors import MISSING_PACKAGE, UserError, one_line

@@ -101,7 +101,7 @@ here /usr/bin/python3 -c 'import ensurepip' 2>/dev/null || run sudo apt-get inst
 
 # The system's Python: JetPack's TensorRT is compiled for it, and lies in its packages.
 here test -x "$venv/bin/python" || run /usr/bin/python3 -m venv --system-site-packages "$venv"
-run "$venv/bin/python" -m pip install --disable-pip-version-check "${root}[serve]" "cuda-bindings==$cuda.*" onnx
+run "$venv/bin/python" -m pip install --disable-pip-version-check --editable "${root}[serve]" "cuda-bindings==$cuda.*" onnx
 run "$venv/bin/python" -c 'import tensorrt; print("TensorRT", tensorrt.__version__)'
 run "$venv/bin/python" -m engines.plugins build --arch "$arch"
 

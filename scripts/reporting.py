@@ -9,7 +9,7 @@ from math import sqrt
 from pathlib import Path
 
 from engines.bundle import check_outside
-from engines.errors import Parser, UserError, positive
+from engines.errors import Parser, UserError, positive, without_names
 
 PLOT = ", its plot beside it"
 QUESTION = "is there a red circle in the image ?"
@@ -83,5 +83,8 @@ def new_file(option: str) -> Callable[[str], Path]:
 def write(path: Path, text: str) -> None:
     """Replace a file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {without_names(error)}") from error

@@ -14,7 +14,7 @@ free for it. On a cluster, the bundle and this project lie at the same place on 
 SIGTERM to this process alone lets answers that are begun end (systemd: KillMode=mixed). Where its whole group gets it,
 Ray's own processes go first, and the answers with them.
 
-Needs two extras: pip install '.[serve,ray]'
+Needs two extras: pip install -e '.[serve,ray]'
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     if importlib.util.find_spec("ray") is None:
-        advice = "type  . .venv/bin/activate  where scripts/test.sh made that, or  pip install '.[serve,ray]'"
+        advice = "type  . .venv/bin/activate  where scripts/test.sh made that, or  pip install -e '.[serve,ray]'"
         raise UserError(f"Ray is not installed: in this project's folder, {advice}")
     levels, _ = server.prepared(arguments)  # what is wrong with the bundle is told before anything is started
     token = server.token_of(arguments)

@@ -10,13 +10,14 @@ import numpy as np
 from calibration.report import plots
 from calibration.report.page import Plot, Section, Table
 from engines.errors import UserError, one_line
+from export.arguments import DEFAULT_TEXT
 from export.buckets import bucket_length, text_tokens
 from export.checkpoint import Checkpoint
 from export.graphs import State
 from export.pipeline import Prepared
 from export.recipe import Recipe
 
-QUESTION = 24  # tokens, as export/build.py leaves room for by default
+QUESTION = DEFAULT_TEXT[True][0]  # tokens
 KIB = 1024
 
 

@@ -29,7 +29,7 @@ HEADER_FOLDERS = (
     "/usr/include/x86_64-linux-gnu",
     "/usr/include",
 )  # of JetPack, Debian
-HEADER_PACKAGE = "kernel_lens"
+HEADER_PACKAGE, HEADER_RELEASE = "kernel_lens", "2.0.1"
 
 
 def sources() -> list[Path]:
@@ -77,7 +77,7 @@ def find_headers() -> Path:
     raise UserError(
         f"TensorRT's headers ({HEADER}) are not installed: on a Jetson they come with JetPack (apt install "
         f"nvidia-jetpack); elsewhere name their folder with  export TENSORRT_INCLUDE=... , or take those in a package: "
-        f"pip install --no-deps {HEADER_PACKAGE.replace('_', '-')}"
+        f"pip install --no-deps {HEADER_PACKAGE.replace('_', '-')}=={HEADER_RELEASE}"
     )
 
 

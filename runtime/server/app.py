@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from runtime.generate import Result, TextStream
 from runtime.server.answers import Answer, event
 from runtime.server.errors import Refused
-from runtime.server.guard import Guard
+from runtime.server.guard import PATHS, Guard
 from runtime.server.levels import Levels
 from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.protocol import Asked, Limits, check_length
@@ -70,8 +70,11 @@ def create(levels: Levels, limits: Limits, token: str = "", local: bool = True) 
 
     @app.exception_handler(HTTPException)
     def failed(request: Request, error: HTTPException) -> JSONResponse:
-        what = f"{request.method} {request.url.path}: {error.detail}"
-        return Refused(error.status_code, what, headers=dict(error.headers or {})).response()
+        path, status, detail = request.url.path, error.status_code, error.detail
+        if status == 405 and path.startswith("/v1/") and path not in PATHS:  # the page's files refuse a POST unread
+            status, detail = 404, "Not Found"
+        what = f"{request.method} {path}: {detail}"
+        return Refused(status, what, headers=dict(error.headers or {})).response()
 
     @app.get("/healthz")
     def health() -> JSONResponse:

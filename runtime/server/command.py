@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import ipaddress
+import math
 import os
 import socket
 import sys
@@ -113,7 +114,9 @@ def run(arguments: argparse.Namespace) -> None:
 def prepared(arguments: argparse.Namespace) -> tuple[Levels, Limits]:
     """The opened bundle, and what the server takes."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise UserError(f"serve needs {', '.join(missing)}: in this package's folder, type pip install '.[serve]'")
+        raise UserError(f"serve needs {', '.join(missing)}: in this package's folder, type pip install -e '.[serve]'")
+    from PIL import Image
+
     import runtime.server.serve  # noqa: F401 (below)
     from runtime.memory import one_arena
     from runtime.model import VLM
@@ -122,6 +125,8 @@ def prepared(arguments: argparse.Namespace) -> tuple[Levels, Limits]:
     from runtime.server.levels import Levels
     from runtime.server.remote import host, tls
 
+    if arguments.max_pixels * 10**6 > (most := Image.MAX_IMAGE_PIXELS or math.inf):
+        raise UserError(f"--max-pixels {arguments.max_pixels} is more than Pillow takes: {most // 10**6} at most")
     try:
         hosts = frozenset(map(host, arguments.image_host))
     except ValueError as error:

@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 
 from engines.errors import UserError, one_line
 from runtime.memory import OverBudget
+from runtime.preprocess import ImageError
 
 RETRY = {"Retry-After": "2"}  # an answer takes seconds
 
@@ -48,7 +49,7 @@ def mistake(error: UserError) -> Refused:
     if isinstance(error, OverBudget):
         return Refused(*((503, one_line(error), "memory_in_use", None, RETRY) if error.waits else
                          (413, one_line(error), "over_memory_budget")))  # fmt: skip
-    return Refused(400, one_line(error), "invalid_request")
+    return Refused(400, one_line(error), "invalid_image" if isinstance(error, ImageError) else "invalid_request")
 
 
 CANCELLED = Refused(499, "the client has left", "cancelled")

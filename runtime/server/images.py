@@ -10,7 +10,7 @@ from io import BytesIO
 
 from engines.errors import UserError
 from engines.preprocessor import ImagePreprocessor, Plain
-from runtime.preprocess import opened, upright_size
+from runtime.preprocess import TooManyPixels, opened, upright_size
 from runtime.server.errors import Refused
 
 DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+=-]+)*?;base64,")
@@ -58,6 +58,9 @@ def check(file: File, pixels: int, number: int, upright: bool) -> Image:
     try:
         with opened(BytesIO(file.data), name) as image:
             height, width = upright_size(image) if upright else (image.height, image.width)
+    except TooManyPixels as error:  # of Pillow, whose limit is higher
+        message = f"{name} has more than {pixels / 10**6:g} million pixels: shrink it"
+        raise Refused(400, message, "image_too_large") from error
     except UserError as error:
         raise Refused(400, str(error), "invalid_image") from error
     if width * height > pixels:

@@ -58,6 +58,8 @@ def test_where_nothing_can_be_written_is_found_before(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         check_writable(tmp_path / "file" / "x")
+    with pytest.raises(UserError, match=r"^/proc/x cannot be written: No such file or directory: choose"):
+        check_writable(Path("/proc/x"))
 
 
 def test_json_has_null_for_what_is_no_number() -> None:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -83,7 +84,8 @@ def test_flipped_bit_is_found(name: str, place: float, out: Path) -> None:
     content = bytearray((out / name).read_bytes())
     content[int(place * (len(content) - 1))] ^= 1
     (out / name).write_bytes(content)
-    refused(out, "damaged|missing")
+    again = f"build it again from its checkpoint:  python export/build.py CHECKPOINT --out {out}"
+    refused(out, f" is damaged: copy the bundle again, or {re.escape(again)}$")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,7 +156,7 @@ def test_what_shows_no_videos_is_read_by_programs_that_know_none(
     assert read(tmp_path / "none").manifest == written["none"]
     monkeypatch.setattr(bundle, "VERSION", VERSION - 1)
     read(tmp_path / "none")
-    refused(tmp_path / "videos", f"version {VERSION}, .*: update this program, or build it again")
+    refused(tmp_path / "videos", f"version {VERSION}, .*: update this program, or build it again from its checkpoint")
 
 
 def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:

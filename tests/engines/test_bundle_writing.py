@@ -153,6 +153,8 @@ def test_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match=r"cannot be written.*choose another --out"):
         write(tmp_path / "file" / "bundle")
+    with pytest.raises(UserError, match=r"^/proc/bundle cannot be written \(No such file or directory\): choose"):
+        write(Path("/proc/bundle"))
 
 
 @pytest.mark.parametrize("where", ["build", "seal"])

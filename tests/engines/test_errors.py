@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import errno
+import os
+import select
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from engines.cuda import CudaError
 from engines.errors import BackendError, Parser, UserError, check_exit, command, one_line
+
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
 
 def run(error: BaseException | None, result: int | None = None) -> int:
@@ -65,6 +71,43 @@ def test_what_a_child_ended_with(end: str, code: int, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == told[code]
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    known = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
+    before = [signal.getsignal(number) for number in known]
+    yield
+    for number, handler in zip(known, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("error", [UserError("pip install onnxruntime"), ImportError("initialization failed")])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_a_command_though_its_exception_is_lost(
+    number: signal.Signals, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @command
+    def main() -> None:
+        try:
+            os.kill(os.getpid(), number)
+        except BaseException:  # as an extension does whose import is interrupted
+            raise error from None
+
+    if number == signal.SIGINT:
+        assert main() == 130
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 128 + number
+    assert "onnxruntime" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_signal_that_nohup_ignores_ends_nothing() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert command(lambda: os.kill(os.getpid(), signal.SIGHUP))() == 0
+
+
 @pytest.mark.parametrize("error", [ValueError("bug"), ImportError("bug"), KeyError("bug")])
 def test_our_mistake_keeps_its_trace(error: Exception) -> None:
     with pytest.raises(type(error)):
@@ -97,6 +140,22 @@ def test_reader_that_has_had_enough() -> None:
     assert process.stderr.read() == b""
     assert process.wait() == 141
     process.stderr.close()
+
+
+def test_output_that_finds_no_room_is_one_line() -> None:
+    code = "from engines.errors import command; import sys; sys.exit(command(lambda: print('out'))())"
+    line = ["bash", "-c", '"$0" -c "$1" >/dev/full', sys.executable, code]
+    done = subprocess.run(line, capture_output=True, text=True, env=BUFFERED)
+    told = "error: what is printed cannot be written: [Errno 28] No space left on device: free some space"
+    assert (done.returncode, done.stderr) == (2, f"{told} or choose another place\n")
+
+
+def test_a_line_in_a_pipe_comes_at_once() -> None:
+    code = "import sys; from engines.errors import command; command(lambda: (print('x'), sys.stdin.read()) and 0)()"
+    line = [sys.executable, "-c", code]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=BUFFERED) as process:
+        assert select.select([process.stdout], [], [], 20)[0]
+        process.kill()
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])

@@ -53,6 +53,35 @@ def test_a_norm_is_one_node_and_one_row_is_no_part_of_a_scaled_product(tmp_path:
             assert next(a.f for a in node.attribute if a.name == "alpha") == 1.0
 
 
+class Codes(Graph):
+    """What quantizing does to rows, with limits on both sides, and on one."""
+
+    kind = "compact"
+    outputs = ["codes", "above", "whole"]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._takes(TensorSpec("rows", "float32", [1, 4, 64]), TensorSpec("numbers", "int32", [5]))
+
+    def compute(self, rows: Tensor, numbers: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        codes = (rows * 90).round().clamp(-127, 127).to(torch.int8)
+        return {"codes": codes, "above": rows.clamp(min=-1), "whole": numbers.clamp(1, 3)}
+
+
+def test_two_limits_are_one_node(tmp_path: Path) -> None:
+    with WeightFile(tmp_path) as weights:
+        exported = export(graph := Codes(), "codes", weights)
+    assert largest_error(graph, exported, tmp_path) == 0
+    feeds = {"rows": torch.linspace(-3, 3, 256).reshape(1, 4, 64), "numbers": torch.arange(5, dtype=torch.int32)}
+    session = ort.InferenceSession(str(tmp_path / exported.file), providers=["CPUExecutionProvider"])
+    got = session.run(None, {name: value.numpy() for name, value in feeds.items()})
+    for ours, theirs in zip(got, graph(*feeds.values()), strict=True):
+        torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=0, atol=0)
+    kinds = Counter(node.op_type for node in onnx.load(tmp_path / exported.file).graph.node)
+    assert kinds["Clip"] == 1
+    assert kinds["Max"] + kinds["Min"] == 3  # one limit; and of whole numbers, as TensorRT's Clip takes none
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_one_row_is_as_several(kv_heads: int) -> None:
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ class Plain(Graph):
     def __init__(self, more: nn.Module) -> None:
         super().__init__()
         self.more = more
-        self.outputs = ["flat", "same", "long", "halves", "marks", "more"]
+        self.outputs = ["flat", "same", "long", "halves", "marks", "scaled", "more"]
         self._takes(TensorSpec("rows", "float32", [2, 3, 8]))
 
     def compute(self, rows: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
@@ -41,6 +41,7 @@ class Plain(Graph):
             "long": rows.long() + turned.reshape(2, 3, 8).int(),
             "halves": rows.to("cpu").unflatten(2, (2, 4)).float().sum(dim=2),
             "marks": ((low | high) & (rows > -2)).to(torch.int8),
+            "scaled": rows.long() * 1.5,
             "more": self.more(rows),
         }
 

@@ -145,7 +145,7 @@ def test_a_damaged_plan(planned: Bundle, monkeypatch: pytest.MonkeyPatch) -> Non
     cuda_standin.with_tensorrt(monkeypatch)
     file = planned.file(planned.manifest.plans[0].file)
     file.write_bytes(file.read_bytes()[:-1])
-    assert f"{file} is damaged: {bundles.REBUILD} --out {planned.path}" in refusal(planned)
+    assert f"{file} is damaged: copy the bundle again, or {bundles.rebuild(planned.path)}" in refusal(planned)
 
 
 def test_no_room_for_a_plan(planned: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,8 @@ def test_info_for_people(bundle_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("arguments", "message"),
     [
         (["ask", "BUNDLE", "--image", "missing.png", "what is it"], "missing.png: no such file"),
+        (["ask", "BUNDLE", "--image", "", "what is it"], "path is empty: name a file"),
+        (["ask", "BUNDLE", "--video", "", "what is it"], "path is empty: name a file"),
         (["ask", "BUNDLE", "--image", "TRUNCATED", "what is it"], "not a readable image"),
         (["ask", "BUNDLE", "--image", "PICTURE", ""], "the question is empty"),
         (["ask", "BUNDLE", "--image", "PICTURE", "what is <image>"], "2 image placeholders, but 1 image was given"),

@@ -36,8 +36,8 @@ def test_what_is_no_size_is_one_line(text: str, bundle_path: Path) -> None:
 
 
 def test_few_bytes_are_not_told_as_none() -> None:
-    assert [memory.size(count) for count in (0, 1024, 2**20, 1.25 * 2**30)] == [
-        *("0.0 MiB", "1.0 KiB", "1.0 MiB", "1,280.0 MiB"),
+    assert [memory.size(count) for count in (0, 1, 1024, 2**20, 1.25 * 2**30)] == [
+        *("0.0 MiB", "1 B", "1.0 KiB", "1.0 MiB", "1,280.0 MiB"),
     ]
 
 

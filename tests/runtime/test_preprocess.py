@@ -18,6 +18,7 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from calibration import samples
 from engines.errors import UserError
 from engines.preprocessor import ImagePreprocessor, Plain
 from runtime import preprocess as module
@@ -117,7 +118,6 @@ FILES: dict[str, Any] = {
     "grey.png": (Image.fromarray(pixels(20, 33, 1)[..., 0]), {}),
     "grey_transparent.png": (Image.fromarray(pixels(20, 33, 1)[..., 0]), {"transparency": 7}),
     "bits.png": (Image.fromarray(pixels(20, 33, 1)[..., 0] > 99), {}),
-    "sixteen_bits.png": (Image.fromarray(pixels(20, 33, 1)[..., 0].astype(np.uint16) * 200), {}),
     "cmyk.jpg": (Image.fromarray(pixels(40, 30, 4), "CMYK"), {}),
     "grey.jpg": (Image.fromarray(pixels(40, 30, 1)[..., 0]), {}),
     "animated.gif": (
@@ -150,6 +150,36 @@ def test_opened_image_equals_their_processor(name: str, tmp_path: Path) -> None:
     path = save(tmp_path / name, image, **options)
     with Image.open(path) as ours, Image.open(path) as theirs:
         assert_same(ours, theirs)
+
+
+SIXTEEN = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "options"),
+    [
+        ("grey.png", SIXTEEN, {}),
+        ("transparent.png", SIXTEEN, {"transparency": 40000}),
+        ("grey.tiff", SIXTEEN, {}),
+        ("big_endian.tiff", SIXTEEN.astype(">u2"), {}),
+        ("signed.tiff", SIXTEEN.astype(np.int32), {}),
+        ("grey.pgm", SIXTEEN, {}),
+    ],
+)
+def test_sixteen_bits_are_what_they_show(name: str, array: np.ndarray, options: dict[str, Any], tmp_path: Path) -> None:
+    """Also in calibration; Hugging Face's would be white above 255."""
+    path, levels = save(tmp_path / name, Image.fromarray(array), **options), np.round(SIXTEEN / 257)
+    with Image.open(path) as opened_here:
+        for read in (load_rgb(path), load_rgb(opened_here), np.array(samples.opened(path))):
+            np.testing.assert_array_equal(read, np.repeat(levels[..., None], 3, axis=-1))
+
+
+@pytest.mark.parametrize("array", [np.linspace(0, 1, 6, dtype=np.float32), np.array([0, 70_000], np.int32)])
+def test_levels_without_a_known_white_are_refused(array: np.ndarray, tmp_path: Path) -> None:
+    path = save(tmp_path / "levels.tiff", Image.fromarray(array[None]))
+    for read in (load_rgb, samples.opened):
+        with pytest.raises(UserError, match=r"levels\.tiff.* pixels of mode \w from 0 to .*: save it with 8"):
+            read(path)
 
 
 def test_rotated_photo_is_turned_upright(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_a_layouts_text_stands_for_its_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("what is <image>", "2 image placeholders, but 1 image was given"),
+        ("what is <image>", "but 1 image was given: '<image>', the model's own, counts in a text, too"),
         ("what is <soft>", "the messages have '<soft>' in a text, which stands for a part of an image only"),
     ],
 )

@@ -334,6 +334,7 @@ def entropy(values: list[float]) -> float:
         ({"temperature": math.nan}, "temperature.*must be a number, got nan"),
         ({"temperature": "1"}, "temperature.*must be a number, got '1'"),
         ({"temperature": True}, "temperature.*must be a number, got True"),
+        ({"temperature": False}, "temperature.*must be a number, got False"),
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"top_k": 2.0}, "top_k must be a whole number, got 2.0"),
         ({"top_p": 1.01}, "top_p must be from 0 to 1, got 1.01"),

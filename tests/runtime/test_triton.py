@@ -146,7 +146,7 @@ def test_inputs_that_are_none(load: Load, monkeypatch: pytest.MonkeyPatch) -> No
         "sampling_parameters must be a JSON object": Request(
             {triton.TEXT: np.array([b"a"], object), triton.SAMPLING: np.array([b"[]"], object)}
         ),
-        "the image: not a readable image": request("what", b"abc"),
+        "image 1: not a readable image": request("what", b"abc"),
         "image 2: not base64": request("what", png(image(0)), b"data:image/png;base64,@@"),
     }
     model.execute([*wrong.values()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +27,11 @@ def test_missing_packages_are_one_line(script: str) -> None:
     # The first needs nothing but the runtime before it opens the bundle, the second names its own packages.
     if script not in ("ask_easy_vqa.py", "smollm2.py"):
         assert ". .venv/bin/activate" in done.stderr
+
+
+def test_a_script_runs_this_folder_not_an_installed_copy(tmp_path: Path) -> None:
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines/__init__.py").write_text("raise SystemExit('a copy')")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}  # as site-packages, before what was at the end
+    line = [sys.executable, "-S", SCRIPTS / "ask_easy_vqa.py", "nowhere"]
+    assert "a copy" not in subprocess.run(line, env=env, capture_output=True, text=True).stderr

@@ -107,7 +107,7 @@ def test_without_options_only_packages_environment_and_plugins(jetson: Jetson) -
     asked = [line for line in jetson.done if not line.startswith("sudo apt-get ")]
     assert len(asked) == 3
     assert re.fullmatch(
-        rf"python -m pip install .* {re.escape(str(ROOT))}\[serve\] cuda-bindings==12\.\* onnx", asked[0]
+        rf"python -m pip install .* --editable {re.escape(str(ROOT))}\[serve\] cuda-bindings==12\.\* onnx", asked[0]
     )
     assert asked[1].startswith("python -c import tensorrt")
     assert asked[2] == "python -m engines.plugins build --arch 110"

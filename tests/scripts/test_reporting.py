@@ -10,7 +10,7 @@ import pytest
 import bench_batch
 import bench_compact
 from engines.errors import Parser, UserError
-from reporting import json_option, new_file
+from reporting import json_option, new_file, write
 
 
 @pytest.mark.parametrize(("script", "plots"), [(bench_compact, True), (bench_batch, False)])
@@ -34,3 +34,5 @@ def test_a_file_that_could_not_be_written_is_refused_at_once(tmp_path: Path) -> 
     for option in ("--json", "--out"):
         with pytest.raises(UserError, match=f"is not a folder: make it, or give another {option}"):
             parser.parse_args([option, str(tmp_path / "nowhere" / "b.json")])
+    with pytest.raises(UserError, match=r"^/proc/b\.json cannot be written: No such file or directory$"):
+        write(Path("/proc/b.json"), "{}")

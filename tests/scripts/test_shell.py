@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from engines.plugins import cuda_library
+
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = [*sorted(ROOT.glob("scripts/*.sh")), ROOT / ".ci/run"]
 EXTRAS = "export,scripts"
@@ -101,6 +103,7 @@ def test_environment_installs_headers_for_tests_without_their_dependencies(check
     (install,) = (line for line in checkout.asked("-m pip install") if "--no-deps" in line)
     pin = re.search(r"kernel-lens==\S+", install)
     assert pin
+    assert pin[0] == f"kernel-lens=={cuda_library.HEADER_RELEASE}"  # which is told where there are none
 
     script = checkout.root / "scripts/environment.sh"
     script.write_text(script.read_text().replace(pin[0], "kernel-lens==9.9"))  # another release is a change
@@ -125,6 +128,15 @@ def test_environment_follows_a_new_package_and_a_moved_folder(checkout: Checkout
     checkout.root = checkout.root.rename(checkout.root.with_name("moved"))
     checkout.environment()
     assert checkout.installs == 3
+
+
+def test_environment_takes_a_copy_away(checkout: Checkout) -> None:
+    checkout.environment()
+    copy = checkout.root / ".venv/lib/python3.11/site-packages/engines/__init__.py"  # as `pip install .` leaves it
+    copy.parent.mkdir(parents=True)
+    copy.touch()
+    assert "up to date" not in checkout.environment().stdout
+    assert checkout.installs == 2
 
 
 def test_environment_adds_extras_without_taking_others_away(checkout: Checkout) -> None:

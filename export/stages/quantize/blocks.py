@@ -94,7 +94,7 @@ class Blocks:
             level = ((rows - spread(low.float(), slots, head_dim)) / spread(scale.float(), slots, head_dim)).round()
             codes = level.clamp(0, 2**self.bits - 1) - 2 ** (self.bits - 1)
             return {f"{name}_store": pack(codes, self.bits), f"{name}_scale": scale, f"{name}_low": low}
-        rows = torch.where(real, rows, 0.0)
+        rows = rows * real.to(rows.dtype)  # they are finite; a Where takes ONNX Runtime four times as long
         if self.normal:
             return self._normal(name, rows, real)
         store = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from transformers import LlavaForConditionalGeneration
 
+from calibration import weights as guarding
 from calibration.prepare import prepare
 from calibration.samples import read
 from engines import bundle as bundles
 from engines.bundle import Bundle
+from engines.guard import Limits
 from engines.ort import OrtSession
 from export import build as command
 from export import checkpoint as checkpoints
@@ -141,8 +144,33 @@ def test_weights_that_cost_too_much_are_refused(
     assert command.main(arguments) == 2
     error = capsys.readouterr().err
     assert "int4 weights are refused: attention KL" in error  # a random model bears less than a trained one
-    assert "--weights int8" in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "advised"),
+    [
+        (["int4"], ": give more bits (--weights int8), or build it as it is (--guard warn)"),
+        (["int4", "--group", "64"], ": give more bits (--weights int8), a scale for fewer of them (--group 32), or "),
+        (["int8"], ": give more bits (--weights float16), a scale for fewer of them (--group 32), or build it "),
+        (["int8", "--group", "32"], ": give more bits (--weights float16), or build it as it is "),
+        (["float16"], ": give more bits (--weights float32), or build it as it is "),
+    ],
+)
+def test_refused_weights_are_told_what_costs_less(
+    tiny_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asked: list[str],
+    advised: str,
+) -> None:
+    """And not what they have already."""
+    monkeypatch.setattr(guarding, "Limits", partial(Limits, logit_kl=0.0))
+    assert command.main([str(tiny_path), "--recipe", "off", "--out", str(tmp_path / "out"), "--weights", *asked]) == 2
+    error = capsys.readouterr().err
+    assert f"error: {asked[0]} weights are refused: " in error
+    assert advised in error
 
 
 def test_a_group_without_quantized_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

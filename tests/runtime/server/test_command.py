@@ -102,6 +102,7 @@ def test_mistakes_are_one_line(bundle_path: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "empty").write_text("\n")
     assert "holds no token" in mistake(capsys, bundle_path, "--token-file", tmp_path / "empty")
     assert "--queue: must be at least 1" in mistake(capsys, bundle_path, "--queue", 0)
+    assert "more than Pillow takes: 89 at most" in mistake(capsys, bundle_path, "--max-pixels", 90)
 
 
 @pytest.mark.usefixtures("never")
@@ -110,4 +111,5 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
-    assert "serve needs uvicorn: in this package's folder, type pip install '.[serve]'" in mistake(capsys, bundle_path)
+    told = mistake(capsys, bundle_path)
+    assert "serve needs uvicorn: in this package's folder, type pip install -e '.[serve]'" in told

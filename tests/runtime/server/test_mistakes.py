@@ -44,6 +44,7 @@ def with_url(url: Any) -> dict[str, Any]:
     return {"model": "bundle", "messages": [{"role": "user", "content": [part, {"type": "text", "text": "what"}]}]}
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -98,15 +99,18 @@ def with_url(url: Any) -> dict[str, Any]:
         (with_url("data:image/png;base64,@@@@"), "not base64"),
         (with_url(data_url(b"GIF89a")), "image 1: not a readable image"),
         (with_url(data_url(b"%!PS-Adobe-3.0 EPSF-3.0")), "image 1: not a readable image"),
-        (with_url(data_url(png(image(1))[:-30])), "not a readable image"),
-        (with_url(data_url(bomb(20000, 20000))), "too many pixels"),
+        (with_url(data_url(png(image(1))[:-30])), "image 1: not a readable image"),
+        (with_url(data_url(bomb(20000, 20000))), "image 1 has more than 32 million pixels"),
+        (with_url(data_url(bomb(12000, 12000))), "image 1 has more than 32 million pixels"),
         (with_url(data_url(bomb(8000, 8000))), "8000 x 8000 pixels, more than 32 million"),
     ],
 )
 def test_wrong_requests(served: Served, body: Any, message: str) -> None:
-    told = refusal(served.chat(body), 400)["message"]
-    assert message in told
+    error = refusal(served.chat(body), 400)
+    assert message in (told := error["message"])
     assert " at 0x" not in told
+    kinds = {"not a readable image": "invalid_image", "million pixels": "image_too_large"}
+    assert error["code"] == next((code for words, code in kinds.items() if words in told), error["code"])
 
 
 @pytest.mark.parametrize(
@@ -203,6 +207,8 @@ def test_pixels_are_counted_before_they_are_decoded(serve: Serve, monkeypatch: p
 
 def test_other_paths_and_methods(served: Served) -> None:
     refusal(served.ask("GET", "/v1/completions"), 404)
+    for method in ("POST", "DELETE"):
+        refusal(served.ask(method, "/v1/embeddings", "{}", {"Content-Type": "application/json"}), 404)
     refusal(served.ask("GET", "/../pyproject.toml"), 404)
     refusal(served.ask("DELETE", "/v1/chat/completions"), 405)
     refusal(answer := served.ask("GET", "/v1/chat/completions"), 405)
