@@ -14,7 +14,7 @@ class Lines(Progress):
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)
         task, now = self._tasks[task_id], self.get_time()
-        if task.completed == task.total or now - task.fields.get("told", task.start_time) >= EVERY:
+        if task.completed == task.total or now - task.fields.get("told", task.start_time or 0.0) >= EVERY:
             task.fields["told"] = now
             self.console.print(self.make_tasks_table([task]))
 

@@ -109,15 +109,17 @@ class Sampler:
             raise UserError(
                 "the model's logits are not numbers: an overflow in a graph, or a preprocessor that does not fit"
             )
-        if s.repetition_penalty != 1 or s.temperature != 0:
-            if len(self._own) != len(logits):
-                self._own, self._other = np.empty((2, len(logits)), np.float32)
-            self._own[:] = logits
+        if s.repetition_penalty == 1 and s.temperature == 0:
+            self._said.add(token)
+            return token
+        if len(self._own) != len(logits):
+            self._own, self._other = np.empty((2, len(logits)), np.float32)
         if s.repetition_penalty != 1:
+            self._own[:] = logits
             penalize(self._own, self._said, s.repetition_penalty)
-            token = int(self._own.argmax())
+            logits, token = self._own, int(self._own.argmax())
         if s.temperature != 0:
-            self._own -= self._own[token]
+            np.subtract(logits, logits[token], out=self._own)
             weights, tokens = weigh(self._own, s)
             place = self._draw(weights, self._other[: len(weights)])
             token = place if tokens is None else int(tokens[place])
@@ -127,25 +129,25 @@ class Sampler:
     def _draw(self, weights: np.ndarray, other: np.ndarray) -> int:
         """One of the weights [N], the largest of which is 1, if top-p and min-p keep it; `other` [N] is overwritten.
 
-        Top-p is asked of what was drawn alone, as sorting a vocabulary takes longer: where it drops that, it drops all
-        that is no likelier too, and one of the others is drawn. So each is drawn by its share of those that stay.
+        Both are asked of what was drawn alone: to sort a vocabulary, or only to look through it, takes longer. With it
+        go all others that they drop for sure, and one of the rest is drawn: each by its share of those that stay.
         """
         s = self._sampling
         sums = block_sums(weights)
-        total = sums.sum()
-        if s.min_p:
-            weights *= weights >= s.min_p
-            sums = block_sums(weights)
+        most = max(s.top_p * sums.sum(), 0.5)  # half of the largest weight: that one stays at any p
         while True:
             block = self._pick(sums) * BLOCK
             place = block + self._pick(weights[block : block + BLOCK].astype(np.float64))
-            if s.top_p == 1:
+            if weights[place] < s.min_p:
+                weights *= weights >= s.min_p
+            elif s.top_p == 1:
                 return place
-            likelier(weights, place, other)
-            sums = block_sums(other)
-            if sums.sum() < max(s.top_p * total, 0.5):  # half of the largest weight: that one stays at any p
-                return place
-            weights, other = other, weights
+            else:
+                likelier(weights, place, other)
+                if other.sum() < most:
+                    return place
+                weights, other = other, weights
+            sums = block_sums(weights)
 
     def _pick(self, weights: np.ndarray) -> int:
         cumulative = weights.cumsum()

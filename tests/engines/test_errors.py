@@ -154,6 +154,7 @@ def test_a_line_in_a_pipe_comes_at_once() -> None:
     code = "import sys; from engines.errors import command; command(lambda: (print('x'), sys.stdin.read()) and 0)()"
     line = [sys.executable, "-c", code]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=BUFFERED) as process:
+        assert process.stdout is not None
         assert select.select([process.stdout], [], [], 20)[0]
         process.kill()
 

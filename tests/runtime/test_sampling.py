@@ -65,9 +65,7 @@ def weights(values: np.ndarray, **options: Any) -> np.ndarray:
 
 def drawn(values: np.ndarray, **options: Any) -> list[int]:
     """Tokens that a sampler takes as soon as its numbers fall on them; of those with a chance that floats can hit."""
-    own = weights(values, **options)
-    own *= own >= options.get("min_p", 0)
-    own = own.astype(np.float64)
+    own = weights(values, **options).astype(np.float64)
     found = []
     for token in np.flatnonzero(own > math.exp(-25)).tolist():
         start = token - token % sampling.BLOCK

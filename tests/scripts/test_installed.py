@@ -33,5 +33,5 @@ def test_a_script_runs_this_folder_not_an_installed_copy(tmp_path: Path) -> None
     (tmp_path / "engines").mkdir()
     (tmp_path / "engines/__init__.py").write_text("raise SystemExit('a copy')")
     env = os.environ | {"PYTHONPATH": str(tmp_path)}  # as site-packages, before what was at the end
-    line = [sys.executable, "-S", SCRIPTS / "ask_easy_vqa.py", "nowhere"]
+    line = [sys.executable, "-S", str(SCRIPTS / "ask_easy_vqa.py"), "nowhere"]
     assert "a copy" not in subprocess.run(line, env=env, capture_output=True, text=True).stderr
