@@ -1,8 +1,8 @@
 """Products of few rows, as a decode step has them, by our own kernel in place of ONNX Runtime's.
 
-They are bound by reading the weights: of those that are mapped ONNX Runtime reads neighbouring rows, our kernel rows that
-lie far apart, which is faster (engines/plugins/cpu/row_matmul_path.h). The file stays as it is, for every backend: its
-nodes are exchanged while it is loaded.
+They are bound by reading the weights: of those that are mapped ONNX Runtime reads neighbouring rows, our kernel rows
+that lie far apart, which is faster (engines/plugins/cpu/row_matmul_path.h). The file stays as it is, for every backend:
+its nodes are exchanged while it is loaded.
 """
 
 from __future__ import annotations
