@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # A busy machine is no failure; and CI tries the same examples every time, so that a red run is a change's own doing.
 settings.register_profile("here", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("here")
+
+# Tests run with nohup, or in the background of a script, inherit signals that are ignored, and so do their children.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Kernels that bundles ship are compiled once, and nothing is put into the home of whoever tests.
 os.environ.setdefault(store.FOLDER, str(ROOT / "build" / "libraries"))
