@@ -24,7 +24,7 @@ OWN_FLAGS = {  # of an instruction path on x86
     "avx512vnni.cc": [*AVX512, "-mavx512vnni"],
 }
 PATHS = ("avx512vnni", "avx512", "avx2", "neon", "plain")  # instruction paths, fastest first
-ROUNDING_PATHS = {"avx512vnni"}  # multiply queries and weights that are rounded to 16 bits
+ROUNDING_PATHS = {"avx512vnni", "avx2"}  # multiply queries and weights that are rounded to 16 bits
 
 
 def sources() -> list[Path]:

@@ -1,11 +1,5 @@
 // The path for AVX2, FMA and F16C. Its 16 registers hold the sums of four rows and two tokens, or of
-// four rows and two vectors of channels.
-//
-// What binds it on a Zen 1, whose units have 128 bits (scripts/cpu_peaks.cc measures it): of four query heads and a KV
-// head of 64 channels, a token's 512 multiply-adds take 64 cycles, as floats or as numbers of 16 bits, and 8-bit codes
-// come from memory in 18. So 1.5 times the time of reading them is out of reach at this precision; one digit of 7 bits
-// for a query and a weight would take 32. To widen and to convert 8 codes takes 2 cycles, which do not hide behind the
-// 4 of their multiply-adds with four rows: 96 a token.
+// four rows and two vectors of channels. Codes are multiplied as whole numbers (avx2_words.h) where that is possible.
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <stdint.h>
@@ -34,10 +28,18 @@ INLINE float top(Vec x) {
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 // [a0 + a2, a1 + a3, b0 + b2, b1 + b3] of each half.
-INLINE Vec of_pairs(Vec a, Vec b) { return (Vec)_mm256_shuffle_ps(a, b, 0x4e) + (Vec)_mm256_blend_ps(a, b, 0xcc); }
+template <class T>
+INLINE T of_pairs(T a, T b) {
+    return (T)_mm256_shuffle_ps((Vec)a, (Vec)b, 0x4e) + (T)_mm256_blend_ps((Vec)a, (Vec)b, 0xcc);
+}
+// Of each half the sums of a, b, c and d.
+template <class T>
+INLINE T of_halves(T a, T b, T c, T d) {
+    const Vec ab = (Vec)of_pairs(a, b), cd = (Vec)of_pairs(c, d);
+    return (T)_mm256_shuffle_ps(ab, cd, 0x88) + (T)_mm256_shuffle_ps(ab, cd, 0xdd);
+}
 INLINE __m128 sums_of_four(Vec a, Vec b, Vec c, Vec d) {
-    const Vec ab = of_pairs(a, b), cd = of_pairs(c, d);
-    const Vec all = (Vec)_mm256_shuffle_ps(ab, cd, 0x88) + (Vec)_mm256_shuffle_ps(ab, cd, 0xdd);
+    const Vec all = of_halves(a, b, c, d);
     return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 }
 template <int N, int T>
@@ -72,8 +74,10 @@ INLINE void to_halves(uint16_t* to, Vec x) {
 
 }  // namespace
 
+#include "avx2_words.h"
+
 #include "attention_path.h"
 #include "row_matmul_path.h"
 
-const unicache::Path unicache::avx2 = {attend<Queries>, finish, multiply};
+const unicache::Path unicache::avx2 = {attend<Numbers>, finish, multiply};
 #endif

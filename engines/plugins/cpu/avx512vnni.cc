@@ -1,11 +1,6 @@
 // The path for AVX-512 with VNNI: codes are multiplied as whole numbers of 16 bits, two in each lane, and never become
 // floats.
 //
-// Queries, times their keys' scales, and weights, times their values', become whole numbers of 16 bits, of which the
-// largest of a row is TOP. So a logit is off by at most 2^-16 of the row's largest number times the sum of the token's
-// codes, and a tile's part of the output by 2^-16 of the tile's largest weight times the sum of its codes, as
-// tests/engines/attention_inputs.py states (`rounding`): far less than what the codes' own rounding takes.
-//
 // What binds it: 16 dpwssd for 64 channels of a token and four rows, 8 cycles where two start in one. Of a store in the
 // third-level cache a Zen 5 takes 17 cycles a token: logits 6.4, the softmax 4.1 with biases and scales, the weights'
 // numbers 1.7, the output 4.8. For 4 bits with a scale for every 32 tokens of a key and 32 channels of a value it takes
@@ -15,80 +10,6 @@
 #include "vnni.h"
 
 namespace {
-
-// Query rows as whole numbers, of which the largest of a row is TOP.
-struct Numbers : Queries {
-    const int64_t bytes;     // of a row of keys
-    const bool four, taken;  // codes of 4 bits; whether this path multiplies them
-    int16_t* const sets;
-    int16_t* numbers;  // [rows, STRIDE]: channels as `packed` has them
-    float* step;       // [rows]
-    int32_t* offset;   // [rows]: what a product has too much, for codes that are larger by 8
-
-    static int64_t room(int64_t rows, int64_t width) {
-        return Queries::room(rows, width) + SETS * rows * (STRIDE / 2 + 2);
-    }
-    Numbers(float* memory, int64_t rows, int64_t width, const Rows& keys, Scales scales)
-        : Queries(memory, rows, width, keys, scales),
-          bytes(keys.bytes),
-          four(keys.bits == 4),
-          taken(takes(keys, scales)),
-          sets(reinterpret_cast<int16_t*>(memory + Queries::room(rows, width))) {
-        use(0);
-    }
-    void use(int64_t set) {
-        Queries::use(set);
-        numbers = sets + set * count * (STRIDE + 4);
-        step = reinterpret_cast<float*>(numbers + count * STRIDE);
-        offset = reinterpret_cast<int32_t*>(step + count);
-    }
-
-    template <class F>
-    static void with_blocks(const Rows& rows, int64_t start, const F& f) {
-        const int8_t* codes = rows.codes + start * rows.bytes;
-        if (rows.bits == 8)
-            f(Blocks<8, 0>{codes, rows.bytes, rows.bytes});
-        else if (rows.bytes == 32)
-            f(Blocks<4, 32>{codes, rows.bytes, rows.bytes});
-        else
-            f(Blocks<4, 0>{codes, rows.bytes, rows.bytes});
-    }
-    static bool takes(const Rows& rows, Scales scales) {
-        if (!rows.codes || scales == Scales::unpacked || rows.head_dim > MOST_CHANNELS) return false;
-        const bool whole = rows.head_dim % (rows.bits == 8 ? 16 : 32) == 0;
-        const int64_t each = rows.channels_each, run = rows.bits == 8 ? 64 : 32;
-        const bool runs = each == 32 || (each % run == 0 && (rows.bits == 8 || rows.bytes % each == 0));
-        return whole && (scales != Scales::factors || rows.channel_blocks == 1 || runs);
-    }
-
-    // Four rows at a time, so that what is one number a row takes as many steps as one row would.
-    void set(const float* queries, const float* by) {
-        if (!taken) return Queries::set(queries, by);
-        in_passes<4>(count, [&](auto n, int64_t first) {
-            constexpr int N = n.value;
-            const float* const row = queries + first * width;
-            const auto scaled = [&](int64_t r, int64_t d) INLINED {
-                return by ? load(row + r * width + d) * load(by + d) : load(row + r * width + d);
-            };
-            Sums most[4] = {}, sums[4] = {};
-            for (int64_t d = 0; d < width; d += LANES)
-                repeat<N>([&](auto r) INLINED { most[r] = larger(most[r], (Sums)_mm512_abs_ps(scaled(r, d))); });
-            const Vec tops = finite_or_nan(fold<Sums>(most, larger)), inverse = fill(TOP) / tops;
-            for (int64_t d = 0; d < width; d += 2 * LANES)
-                repeat<N>([&](auto r) INLINED {
-                    const auto number = [&](int64_t d) INLINED {
-                        return (Bytes)_mm512_cvtps_epi32(scaled(r, d) * of_four<r>(inverse));
-                    };
-                    const Bytes all = packed(number(d), d + LANES < width ? number(d + LANES) : Bytes{});
-                    const Bytes eights = _mm512_maskz_set1_epi16(static_cast<__mmask32>(first_of(bytes - d)), 8);
-                    if (four) sums[r] = dot(sums[r], all, eights);
-                    _mm512_storeu_si512(numbers + (first + r) * STRIDE + d, all);
-                });
-            store_four<N>(step + first, tops * fill(1 / TOP));
-            store_four<N>(offset + first, fold<Sums>(sums, [](Sums a, Sums b) INLINED { return a + b; }));
-        });
-    }
-};
 
 // Of N rows from `r` and 32 tokens at a time, or 16, each a lane of a sum. What is next of the keys is put into lanes
 // before the present is multiplied, so that neither waits for the other. Not inlined: registers have room for no more.
@@ -141,46 +62,6 @@ template <int BITS, int BYTES>
 INLINE void all_logits(const Numbers& queries, int64_t rows, const Blocks<BITS, BYTES>& keys, int64_t first,
                        int64_t last, float* out) {
     in_passes<4>(rows, [&](auto n, int64_t r) { row_logits<n.value>(queries, r, keys, first, last, out); });
-}
-
-// A tile's weights as whole numbers, each row of its own step: one scale of a store, be it of a masked token, leaves
-// the others as exact as they were.
-struct Weights {
-    int16_t numbers[TILE];
-    float step;
-    int32_t offset;  // what a sum has too much, for codes that are larger by 8
-};
-
-// Of N rows of weights * by[part], for each of PARTS; side by side, as each waits for its own largest weight.
-template <int N, int PARTS>
-INLINE void set(const float* weights, const float* const (&by)[2], Weights* const (&out)[2]) {
-    const auto scaled = [&](int part, int64_t r, int64_t t)
-                            INLINED { return load(weights + r * TILE + t) * load(by[part] + t); };
-    Vec tops[PARTS];
-    repeat<PARTS>([&](auto part) INLINED {
-        Sums most[4] = {};
-        repeat<N>([&](auto r) INLINED {
-            repeat<TILE / LANES>(
-                [&](auto i) INLINED { most[r] = larger(most[r], (Sums)_mm512_abs_ps(scaled(part, r, i * LANES))); });
-        });
-        tops[part] = finite_or_nan(fold<Sums>(most, larger));
-    });
-    repeat<PARTS>([&](auto part) INLINED {
-        const Vec inverse = fill(TOP) / tops[part], steps = tops[part] * fill(1 / TOP);
-        Sums sums[4] = {};
-        repeat<N>([&](auto r) INLINED {
-            repeat<TILE / 32>([&](auto run) INLINED {
-                const auto number = [&](int64_t t) INLINED {
-                    return (Bytes)_mm512_cvtps_epi32(scaled(part, r, t) * of_four<r>(inverse));
-                };
-                const Bytes all = packed(number(32 * run), number(32 * run + LANES));
-                sums[r] = dot(sums[r], all, _mm512_set1_epi16(8));
-                _mm512_storeu_si512(out[part][r].numbers + 32 * run, all);
-            });
-        });
-        const Sums offsets = fold<Sums>(sums, [](Sums a, Sums b) INLINED { return a + b; });
-        repeat<N>([&](auto r) INLINED { out[part][r].step = steps[int{r}], out[part][r].offset = offsets[int{r}]; });
-    });
 }
 
 // output = output * shrink + weights @ values, for N rows and the channels of a run. SAME: its parts have the same
@@ -242,20 +123,12 @@ template <int BITS, int BYTES>
 INLINE void mix_all(const float* weights, bool, const float* const (&by)[2], float* const (&room)[2], int64_t rows,
                     const Blocks<BITS, BYTES>& values, int64_t tokens, int64_t first, int64_t last,
                     const float* shrink, int64_t width, float* output) {
-    const bool same = by[0] == by[1];
-    Weights* const numbers[2] = {reinterpret_cast<Weights*>(room[0]), reinterpret_cast<Weights*>(room[same ? 0 : 1])};
-    in_passes<4>(rows, [&](auto n, int64_t r) INLINED {
-        constexpr int N = n.value;
-        Weights* const of[2] = {numbers[0] + r, numbers[1] + r};
-        if (same)
-            set<N, 1>(weights + r * TILE, by, of);
-        else
-            set<N, 2>(weights + r * TILE, by, of);
-    });
+    Weights* numbers[2];
+    set_all(weights, by, room, rows, numbers);
     for (int64_t d = first; d < last; d += Blocks<BITS, BYTES>::RUN)
         in_passes<4>(rows, [&](auto n, int64_t r) INLINED {
             const Weights* const of[2] = {numbers[0] + r, numbers[1] + r};
-            if (BITS == 4 || same)
+            if (BITS == 4 || by[0] == by[1])
                 mix_run<n.value, true>(of, values, tokens, d, shrink + r, width, output + r * width);
             else
                 mix_run<n.value, false>(of, values, tokens, d, shrink + r, width, output + r * width);

@@ -8,11 +8,11 @@ namespace {
 
 typedef long long Bytes __attribute__((vector_size(64)));  // not __m512i, arrays of which GCC keeps in memory
 typedef int32_t Sums __attribute__((vector_size(64)));
-constexpr float TOP = 32767;     // the largest number of 16 bits
-constexpr float LEAST = 1e-30f;  // of a row's largest number: its inverse is finite
 
 // sum + a * b of the low halves of each lane + of the high halves.
 INLINE Sums dot(Sums sum, Bytes a, Bytes b) { return (Sums)_mm512_dpwssd_epi32((Bytes)sum, a, b); }
+INLINE Bytes whole(Vec x) { return (Bytes)_mm512_cvtps_epi32(x); }
+INLINE Sums magnitude(Vec x) { return (Sums)_mm512_abs_ps(x); }
 INLINE Vec floats(Sums x) { return _mm512_cvtepi32_ps((Bytes)x); }
 INLINE Bytes load_bytes(const void* from) { return _mm512_loadu_si512(from); }
 INLINE Sums everywhere(int32_t x) { return (Sums)_mm512_set1_epi32(x); }
@@ -37,27 +37,21 @@ INLINE T fold(const T (&x)[4], const F& f) {
 
 // Bits of what is not finite are above those of all other numbers without their sign, compared as whole numbers.
 INLINE Sums larger(Sums a, Sums b) { return (Sums)_mm512_max_epi32((Bytes)a, (Bytes)b); }
-// What has no finite inverse is taken for a little that has.
-INLINE Vec finite_or_nan(Sums x) {
-    const Vec largest = (Vec)larger(x, (Sums)fill(LEAST));
-    return fma(largest, fill(0), largest);
-}
-
-// Of the result of `fold`, whose quarters are alike: one of its lanes everywhere, and its first lanes.
+// Of the result of `fold`, whose quarters are alike: one of its lanes everywhere.
 template <int LANE>
 INLINE Vec of_four(Vec x) {
     return _mm512_permute_ps(x, LANE * 0x55);
 }
-template <int N, class T>
-INLINE void store_four(void* to, T x) {
-    _mm_mask_storeu_epi32(to, (1 << N) - 1, _mm512_castsi512_si128((Bytes)x));
-}
-
 // a's and b's whole numbers as 16 bits each; of every four the first, the third, the second and the fourth, as `dot` is
 // to have them beside the bytes of a lane.
 INLINE Bytes packed(Bytes a, Bytes b) {
     const Bytes all = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packs_epi32(a, b));
     return _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(all, 0xd8), 0xd8);
+}
+
+INLINE void store_packed(int16_t* to, Bytes x) { _mm512_storeu_si512(to, x); }
+INLINE Bytes some(int64_t many, int16_t number) {
+    return _mm512_maskz_set1_epi16(static_cast<__mmask32>(first_of(many)), number);
 }
 
 // So many rows; where fewer are left, a copy of those, with anything behind.
@@ -157,4 +151,23 @@ struct Blocks {
     }
 };
 
+// Numbers of 16 bits are multiplied with such codes.
+INLINE bool multiplies(const Rows& rows, Scales scales) {
+    const int64_t each = rows.channels_each, run = rows.bits == 8 ? 64 : 32;
+    const bool runs = each == 32 || (each % run == 0 && (rows.bits == 8 || rows.bytes % each == 0));
+    return rows.head_dim % (rows.bits == 8 ? 16 : 32) == 0 &&
+           (scales != Scales::factors || rows.channel_blocks == 1 || runs);
+}
+template <class F>
+INLINE void with_codes(const Rows& rows, const int8_t* codes, const F& f) {
+    if (rows.bits == 8)
+        f(Blocks<8, 0>{codes, rows.bytes, rows.bytes});
+    else if (rows.bytes == 32)
+        f(Blocks<4, 32>{codes, rows.bytes, rows.bytes});
+    else
+        f(Blocks<4, 0>{codes, rows.bytes, rows.bytes});
+}
+
 }  // namespace
+
+#include "numbers.h"
