@@ -64,7 +64,11 @@ class Compact(Stateful):
                 marks=new_marks,
             )
             tokens = self.reachable(compress.quantize.rearrange(slots) + rows, layer, newest)
-            result |= {f"{name}.{layer}": t for name, t in compress(tokens).items()}
+            stored = None
+            if compress.moves:
+                new = compress.quantize.quantize(rows)
+                stored = {name: torch.cat([store[name], each], dim=2) for name, each in new.items()}
+            result |= {f"{name}.{layer}": t for name, t in compress(tokens, stored).items()}
         for name in ("key_window", "value_window"):
             result[name] = pad(state[name][:, :, old:], (0, 0, 0, old))
         result["window_mass"] = pad(window_mass[..., old:], (0, old))

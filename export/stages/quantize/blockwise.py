@@ -55,6 +55,10 @@ class Blockwise(Quantize):
         raise NotImplementedError
 
     @property
+    def by_row(self) -> bool:
+        return self.keys.bits == self.values.bits and all(b.static or b.tokens == 1 for b in (self.keys, self.values))
+
+    @property
     def calibrated(self) -> bool:
         return self.center or self.keys.static or self.values.static
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from export.stages.quantize.quantize import Quantize, Specs
+from export.stages.quantize.quantize import ROWS, Quantize, Specs
 from export.stages.tokens import Tokens
 
 
@@ -19,8 +19,12 @@ class Float(Quantize):
     center: bool = False
     method: str = "float32"
 
+    @property
+    def by_row(self) -> bool:
+        return True
+
     def specs(self, heads: list[int], slots: int, head_dim: int) -> Specs:
-        return {name: (self.method, [*heads, slots, head_dim]) for name in ("key_store", "value_store")}
+        return {name: (self.method, [*heads, slots, head_dim]) for name in ROWS}
 
     def quantize(self, kept: Tokens) -> dict[str, Tensor]:
         dtype = getattr(torch, self.method)

@@ -39,7 +39,7 @@ class Mixed(Blockwise):
         if not 0 < self.share < 1:
             raise ValueError(f"share must be in (0, 1), got {self.share}")
 
-    by_operator = False
+    by_operator, by_row = False, False
 
     @property
     def keys(self) -> Blocks:

@@ -12,6 +12,7 @@ from export.attention import store_window_attention
 from export.stages.stage import Stage
 from export.stages.tokens import Tokens
 
+ROWS = ("key_store", "value_store")  # of a store that is `by_row`
 Specs = dict[str, tuple[str, list[int]]]  # a tensor's name, without its layer -> dtype and shape
 
 
@@ -46,6 +47,11 @@ class Quantize(Stage):
 
     center: bool
     by_operator = True  # whether `QuantKVAttention` may read the store: no knob
+
+    @property
+    def by_row(self) -> bool:
+        """Whether the store holds each token by itself, in `ROWS` as wide as each other and in scales beside them."""
+        return False
 
     @property
     def calibrated(self) -> bool:

@@ -7,6 +7,7 @@ import typing
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +46,8 @@ tables = st.fixed_dictionaries(
 
 def compress(settings: dict[str, Any], capacity: int, tokens: Tokens) -> Compress:
     heads, head_dim = tokens.key.shape[1], tokens.key.shape[3]
-    statistics = KeyStatistics(torch.zeros(heads, head_dim), torch.full((heads, head_dim), 4.0))
+    absmax = torch.full((heads, head_dim), 4.0)
+    statistics = KeyStatistics(torch.zeros(heads, head_dim), absmax, value_absmax=absmax)
     return Compress(parse(Recipe, {"name": "any", **settings}, "any"), capacity, 0.5, statistics)
 
 
@@ -100,3 +102,32 @@ def test_of_equal_tokens_the_first_are_kept(
         real = np.flatnonzero(tokens.real[b, h])
         kept = np.intersect1d(index[b, h], real)
         np.testing.assert_array_equal(kept, real[: len(kept)])
+
+
+ROWS = ({"method": "int8"}, {"method": "per-head"}, {"method": "per-token", "bits": 4}, {"method": "float16"})
+NO_ROWS = ({"method": "int4"}, {"method": "k8v4"}, {"method": "mixed"}, {"method": "kivi"})
+
+
+@pytest.mark.parametrize("quantize", ROWS, ids=str)
+@given(tokens=cached(), settings=tables, capacity=st.integers(1, 31))
+def test_rows_that_move_are_what_quantizing_them_again_makes(
+    quantize: dict[str, Any], tokens: Tokens, settings: dict[str, Any], capacity: int
+) -> None:
+    settings = {**settings, "merge": {"method": "evict"}, "quantize": quantize}
+    stage = compress(settings, min(capacity, tokens.key.shape[2]), tokens)
+    assert stage.moves
+    stored = stage.quantize.quantize(tokens)
+    key, value = stage.quantize.restore(stored, tokens.key.shape[3])
+    restored = dataclasses.replace(tokens, key=key, value=value)
+    moved, again = stage(restored, stored), stage(restored)
+    assert moved.keys() == again.keys()
+    real = again["store_bias"] > -1e4
+    for name, want in again.items():
+        torch.testing.assert_close(moved[name][real].float(), want[real].float(), atol=1e-6, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("quantize", [*NO_ROWS, {"method": "int8"}], ids=str)
+def test_rows_do_not_move_where_others_share_their_scale_or_become_part_of_them(quantize: dict[str, Any]) -> None:
+    tokens = Tokens(*(torch.zeros(1, 1, 4, 8) for _ in "kv"), *(torch.zeros(1, 1, 4) for _ in "pkbm"))
+    merge = {"method": "three-way" if quantize["method"] == "int8" else "evict"}
+    assert not compress({"quantize": quantize, "merge": merge}, 2, tokens).moves
