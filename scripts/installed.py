@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before a copy that is installed, and may be an old one
+if Path(getattr(sys.modules["__main__"], "__file__", "")).parent == Path(__file__).parent:  # not where tests import it
+    import engines.interruption  # noqa: F401
 
 from engines import releases
 from engines.errors import MISSING_PACKAGE, UserError, one_line
