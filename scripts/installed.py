@@ -24,12 +24,12 @@ def _too_old() -> str:
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    missing = f"{one_line(error)}: {MISSING_PACKAGE}" if issubclass(kind, ModuleNotFoundError) else ""
-    told = issubclass(kind, ImportError) and (_too_old() or missing)
-    if not told:
+    missing = MISSING_PACKAGE if issubclass(kind, ModuleNotFoundError) else ""
+    advice = issubclass(kind, ImportError) and (_too_old() or missing)
+    if not advice:
         sys.__excepthook__(kind, error, trace)
         return
-    print(f"error: {told}", file=sys.stderr, flush=True)
+    print(f"error: {one_line(error)}: {advice}", file=sys.stderr, flush=True)
     os._exit(2)  # a hook cannot choose the exit code otherwise
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
-from engines import time_limit
 from engines.errors import UserError
+from engines.time_limit import time_limit
+from runtime import template
 from runtime.template import LARGEST, Template
 
 LOOP = "{% for i in range(99999) %}"
@@ -41,7 +43,7 @@ HUGE = {
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_limit.time_limit.__wrapped__, "__defaults__", ("the chat template", 0.5))
+    monkeypatch.setattr(template, "time_limit", partial(time_limit, seconds=0.5))
 
 
 @pytest.mark.usefixtures("short")
