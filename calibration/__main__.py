@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import engines.interruption  # noqa: F401
+
 import sys
 from collections.abc import Sequence
 

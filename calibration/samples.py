@@ -16,7 +16,6 @@ from PIL import Image
 from engines.bundle import sha256
 from engines.errors import UserError, one_line
 from engines.preprocessor import eight_bits
-from export.checkpoint import takes_images
 
 if TYPE_CHECKING:
     from export.checkpoint import Checkpoint
@@ -50,6 +49,8 @@ def of(checkpoint: Path, given: str | Path | None = None, text_only: bool = Fals
 
     A model of text alone has some in any case, and takes texts alone.
     """
+    from export.checkpoint import takes_images  # which wants packages and releases that kvpress's environment has not
+
     where = given or checkpoint / "samples"
     if takes_images(checkpoint):
         return read(where, text_only)

@@ -22,6 +22,9 @@ Size = tuple[int, int]
 def eight_bits(image: Any) -> Any:
     """A PIL image of 16 bits a pixel in 8; any other as it is. Pillow would make white of all that is above 255.
 
+    One of 32 bits (mode I: a TIFF file, an array) does not say which it holds. It is taken as 8 bits while no number is
+    above 255, as by Pillow, and as 16 otherwise. What a PGM file says in mode I are 16 bits, however dark it is.
+
     Raises:
         ValueError: which of its numbers is black or white is not known.
     """
@@ -31,7 +34,8 @@ def eight_bits(image: Any) -> Any:
     least, most = levels.getextrema()
     if image.mode == "F" or least < 0 or most > 65535:
         raise ValueError(f"pixels of mode {image.mode} from {least:g} to {most:g}: save it with 8 or 16 bits a pixel")
-    made = levels.point(lambda level: level / 257 + 0.5).convert("L")
+    sixteen = most > 255 or image.mode != "I" or image.format == "PPM"
+    made = (levels.point(lambda level: level / 257 + 0.5) if sixteen else levels).convert("L")
     made.info.pop("transparency", None)  # a level of 16 bits; others would share what it becomes
     return made
 

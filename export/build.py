@@ -5,25 +5,29 @@ python export/build.py CHECKPOINT --out DIR                 your model
 python export/build.py --recipe my.toml --backend trt-rtx   your recipe, with TensorRT-RTX plans
 """
 
+# ruff: noqa: E402 (sys.path comes first)
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if not __package__:  # run as a script, Python puts export/ first; `export` must be importable as a package
+    sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    import engines.interruption  # noqa: F401
 
 import argparse
 import dataclasses
 import itertools
 import os
-import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parents[1]
-if not __package__:  # run as a script, Python puts export/ first; `export` must be importable as a package
-    sys.path[0] = str(ROOT)
-
-from engines import bundle, releases  # noqa: E402
-from engines.errors import UserError, command  # noqa: E402
-from engines.plans import describe  # noqa: E402
-from export.arguments import DEFAULT_IMAGES, DEFAULT_RECIPES, DEFAULT_TEXT, DEMO, arguments  # noqa: E402
+from engines import bundle, releases
+from engines.errors import UserError, command
+from engines.plans import describe
+from export.arguments import DEFAULT_IMAGES, DEFAULT_RECIPES, DEFAULT_TEXT, DEMO, arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,6 +22,7 @@ from engines import bundle
 from engines.errors import UserError, one_line
 from engines.layout import Layout, VideoStyle
 from engines.preprocessor import ImagePreprocessor
+from engines.time_limit import time_limit
 from engines.tokens import NO_TOKEN, sentence_ends
 from export.attention import use_hook
 from export.compat import check_transformers
@@ -305,7 +306,9 @@ def _skeleton(path: Path, kind: Any) -> Any:
 def _processor(path: Path) -> Any:
     with _quiet():
         try:
-            return load_processor(path)
+            processor = load_processor(path)
+            processor.apply_chat_template = time_limit()(processor.apply_chat_template)
+            return processor
         except Exception as error:
             raise UserError(f"{path}: its processor cannot be loaded: {one_line(error)[:300]}") from error
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import isroutine
 from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 
 aten = torch.ops.aten
@@ -23,7 +23,6 @@ RESHAPE = aten.reshape.default
 # A view of what was a copy may not be one of what it was copied from.
 SHAPES = (RESHAPE, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int)
 SAME: dict[Any, Any] = {aten.__and__.Tensor: aten.bitwise_and.Tensor, aten.__or__.Tensor: aten.bitwise_or.Tensor}
-COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def simplify(program: ExportedProgram) -> ExportedProgram:
@@ -63,10 +62,14 @@ def _decomposed(program: ExportedProgram, table: dict[Any, Callable] | None = No
 
 def _always(target: Any) -> bool:
     """Whether an operator writes into its inputs, is made of others and may return a view, or calls a graph."""
-    if not isinstance(target, OpOverload):
-        return isinstance(target, HigherOrderOperator)
-    view = any(value.alias_info is not None for value in target._schema.returns)
-    return target._schema.is_mutable or (view and target.has_kernel_for_dispatch_key(COMPOSITE))
+    if isroutine(target):  # Python's own, of sizes
+        return False
+    try:  # what has no public name; a graph that is called has no schema
+        view = any(value.alias_info is not None for value in target._schema.returns)
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        return target._schema.is_mutable or (view and target.has_kernel_for_dispatch_key(composite))
+    except AttributeError:  # or a newer PyTorch has other names: it traces anew, which is slower and never wrong
+        return True
 
 
 def _calls(program: ExportedProgram) -> list[fx.Node]:

@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from runtime.model import VLM
 
 __all__ = ["open"]

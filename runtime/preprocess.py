@@ -155,7 +155,8 @@ def _decoded(file: Path | BytesIO, name: str) -> np.ndarray:
     from PIL import ImageOps
 
     with opened(file, name) as image:
-        return composited(eight_bits(ImageOps.exif_transpose(image)).convert("RGB"))
+        ImageOps.exif_transpose(image, in_place=True)  # a copy would not tell its format
+        return composited(eight_bits(image).convert("RGB"))
 
 
 def _image_rgb(image: PILImage, name: str) -> np.ndarray:

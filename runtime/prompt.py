@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +17,10 @@ from engines.mrope import MRope
 from engines.tokens import PADDING, TEXT, VISUAL, segments
 from engines.weights import Table
 from runtime.messages import kinds_of, messages_of, plain
+from runtime.template import Template
 from runtime.video import Clip, Shown, flat
 
 if TYPE_CHECKING:
-    import jinja2
     from tokenizers import Tokenizer
 
     from runtime.messages import Prompt
@@ -244,7 +242,10 @@ class PromptReader:
             raise UserError(f"{folder / 'prompt.json'}: needs add_special_tokens (true or false)")
         self._add_special_tokens: bool = settings.pop("add_special_tokens")
         self._variables = {name: value for name, value in settings.items() if value is not None}
-        self._template = _compile(folder / "chat_template.jinja")
+        try:
+            self._template = Template((template := folder / "chat_template.jinja").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{template}: not a chat template: {one_line(error)}") from error
         try:
             self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises a bare Exception
@@ -327,35 +328,3 @@ class PromptReader:
         if ids and max(ids) >= model.vocab_size:
             raise UserError(f"token {max(ids)} is outside the model's vocabulary of {model.vocab_size}")
         return ids
-
-
-def _compile(path: Path) -> jinja2.Template:
-    """Compile a chat template as Hugging Face does: sandboxed, since it comes with a checkpoint."""
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks the assistant's words for training; here it only renders them."""
-
-        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-            line = next(parser.stream).lineno
-            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own filter escapes HTML
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
-    try:
-        return environment.from_string(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, jinja2.TemplateError) as error:
-        raise UserError(f"{path}: not a chat template: {one_line(error)}") from error

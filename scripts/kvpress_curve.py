@@ -152,7 +152,7 @@ class Reader:
         while len(said) < MAX_NEW_TOKENS and said[-1] != self.end:
             at = torch.tensor([tokens + len(said) - 1])
             logits = self.model(
-                input_ids=torch.tensor([said[-1:]]), past_key_values=cache, position_ids=at[None], cache_position=at
+                input_ids=torch.tensor([said[-1:]]), past_key_values=cache, position_ids=at[None]
             ).logits
             said.append(int(logits[0, -1].argmax()))
         return self.processor.tokenizer.decode(said, skip_special_tokens=True), kept / len(seen)

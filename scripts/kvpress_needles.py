@@ -142,13 +142,10 @@ class Reader:
                 arguments = {"position_embeddings": seen.rotary}
                 keys, values = press.compress(module, hidden, keys, values, None, arguments)
             cache.update(keys, values, module.layer_idx)
-        kept = cache.get_seq_length()
         rest = torch.tensor([needle.answer[:-1]])
         more = torch.arange(rest.shape[1])
         # Masks go by the places in the cache, RoPE by the positions in the text.
-        logits = self.model(
-            input_ids=rest, past_key_values=cache, cache_position=kept + more, position_ids=(tokens + more)[None]
-        ).logits
+        logits = self.model(input_ids=rest, past_key_values=cache, position_ids=(tokens + more)[None]).logits
         return logits[0].argmax(dim=-1).tolist() == needle.answer[1:]
 
 

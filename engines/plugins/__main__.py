@@ -9,6 +9,9 @@ python -m engines.plugins list               what is here
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import engines.interruption  # noqa: F401
+
 import argparse
 import shutil
 import sys

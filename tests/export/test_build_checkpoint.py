@@ -110,6 +110,11 @@ TEMPLATE = "chat_template.jinja"
         ("processor_config.json", {"patch_size": 32}, "patch size of the processor do not fit"),
         (TEMPLATE, "", "makes no prompt with an image"),
         (TEMPLATE, "{{ 1 / 0 }}", "makes no prompt with an image"),
+        (
+            TEMPLATE,
+            "{% set a = range(99999) | list %}" + 3 * "{% for i in a %}" + 3 * "{% endfor %}",
+            "as if it had no end",
+        ),
         (TEMPLATE, "{% if %}", "makes no prompt with an image"),
         (TEMPLATE, "user : {{ messages[0]['content'][1]['text'] }}", "makes no prompt with an image"),
         ("adapter_config.json", {}, "merge it into the model"),

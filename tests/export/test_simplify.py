@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -14,11 +16,13 @@ from torch.export import ExportedProgram
 
 from engines.bundle import TensorSpec
 from engines.ort import OrtSession
-from export import to_onnx
+from export import simplify, to_onnx
 from export.checkpoint import Checkpoint
 from export.graphs import Compact, Decode, Graph, Prefill, State
 from export.to_onnx import WeightFile, export
 from tests.export import tiny
+
+aten = torch.ops.aten
 
 
 class Plain(Graph):
@@ -111,6 +115,13 @@ def test_the_graph_is_that_of_a_second_trace(
     assert outputs == expected
     assert nodes.pop("Reshape") <= others.pop("Reshape")  # PyTorch keeps some that change no shape
     assert nodes == others
+
+
+def test_an_operator_that_a_newer_pytorch_tells_nothing_of_is_left_to_it() -> None:
+    known = [operator.getitem, torch.sym_max, aten.add.Tensor, aten.add_.Tensor, aten.reshape.default]
+    assert [*map(simplify._always, known)] == [False, False, False, True, True]
+    assert simplify._always(SimpleNamespace(name="aten::add"))
+    assert simplify._always(SimpleNamespace(_schema=SimpleNamespace(returns=[SimpleNamespace()])))
 
 
 @pytest.mark.parametrize("kind", [Prefill, Decode, Compact])

@@ -174,6 +174,20 @@ def test_sixteen_bits_are_what_they_show(name: str, array: np.ndarray, options: 
             np.testing.assert_array_equal(read, np.repeat(levels[..., None], 3, axis=-1))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "white"),
+    [("dark.png", np.uint16, 65535), ("dark.tiff", np.uint16, 65535), ("dark.pgm", np.uint16, 65535),
+     ("wide.tiff", np.int32, 255)],
+)  # fmt: skip
+def test_dark_is_what_the_file_says(name: str, kind: type, white: int, tmp_path: Path) -> None:
+    """Numbers up to 255 are dark in 16 bits; in 32, which say nothing, they are Pillow's own 8, also without a file."""
+    dark = np.arange(256).reshape(16, 16)
+    path, levels = save(tmp_path / name, image := Image.fromarray(dark.astype(kind))), np.round(dark / white * 255)
+    with Image.open(path) as opened_here:
+        for read in (load_rgb(path), load_rgb(opened_here), load_rgb(image), np.array(samples.opened(path))):
+            np.testing.assert_array_equal(read, np.repeat(levels[..., None], 3, axis=-1))
+
+
 @pytest.mark.parametrize("array", [np.linspace(0, 1, 6, dtype=np.float32), np.array([0, 70_000], np.int32)])
 def test_levels_without_a_known_white_are_refused(array: np.ndarray, tmp_path: Path) -> None:
     path = save(tmp_path / "levels.tiff", Image.fromarray(array[None]))

@@ -137,11 +137,17 @@ def test_template_renders_as_hugging_face_renders_it(name: str, tmp_path: Path) 
         ("{{ messages[0].content.nothing.at_all }}", "chat template refuses"),
         ("{{ ''.__class__.__mro__ }}", "chat template refuses"),
         ("{{ messages.append(1) }}", "chat template refuses"),
+        ("{{ 'x' * 10 ** 9 }}", "chat template refuses.* larger than 10,000,000"),
     ],
 )
 def test_template_that_refuses_or_escapes(template: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         reader(tmp_path, template=template).text("hello", ())
+
+
+def test_no_template_is_too_deep_to_be_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"chat_template\.jinja: not a chat template: "):
+        reader(tmp_path, template="{{ " + 9999 * "(" + "1" + 9999 * ")" + " }}")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "prompt.json"])

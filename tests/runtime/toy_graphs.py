@@ -99,6 +99,21 @@ def _logits(g: Builder, last: str, mixed: list[str]) -> str:
     return g.reshape(total, -1, VOCABULARY)
 
 
+def _tell(
+    g: Builder, new: dict[str, list[str]], masses: list[str], width: int, batch: int = 1, tokens: int = 1
+) -> Builder:
+    """New rows of all layers, and what the window's and they received, where that is counted."""
+    heads = sum(KV_HEADS)
+    for name, values in new.items():
+        g.output(f"new_{name}", g("Concat", *values, axis=1), "float32", batch, heads, tokens, HEAD_DIM)
+    if masses:
+        everyone = g("Concat", *masses, axis=1)
+        total = g("Add", "window_mass", g.cut(everyone, 0, width, 2))
+        g.output("new_window_mass", total, "float32", batch, heads, width)
+        g.output("new_mass", g.cut(everyone, width, width + tokens, 2), "float32", batch, heads, tokens)
+    return g
+
+
 def vision(layout: Layout, kept: int, adaptive: bool = False) -> Builder:
     """Means of 4 x 4 patches -> rows; the brightest `kept` of them, in their order.
 
@@ -140,6 +155,7 @@ def prefill(bucket: Bucket) -> Builder:
     bias = g("Where", empty, g.const([-np.inf]), g.const([0.0]))
     places = g("Where", empty, g.cast(g.const([-1]), "int32"), positions)
 
+    made: dict[str, str] = {}
     mixed: list[str] = []
     masses: list[str] = []
     windows: dict[str, list[str]] = {"key": [], "value": []}
@@ -150,7 +166,7 @@ def prefill(bucket: Bucket) -> Builder:
         out, p = _attend(g, query, keys, values, g("Unsqueeze", bias, g.const([1])), layer)
         mixed.append(out)
         both = g.const([1, KV_HEADS[layer], 1])
-        stored = {
+        made |= {
             f"key_store.{layer}": g.cut(keys, edge - slots, edge, 2),
             f"value_store.{layer}": g.cut(values, edge - slots, edge, 2),
             f"store_bias.{layer}": g.cast(
@@ -159,13 +175,10 @@ def prefill(bucket: Bucket) -> Builder:
             f"store_positions.{layer}": g("Tile", g.reshape(g.cut(places, edge - slots, edge, 1), 1, 1, slots), both),
             f"store_mass.{layer}": g.cut(p, edge - slots, edge, 2),
         }
-        for name, value in stored.items():
-            if name in state:
-                g.output(name, value, state[name][0], *state[name][1])
         for name, value in (("key", keys), ("value", values)):
             windows[name].append(g.append(g.cut(value, edge, length, 2), [1, heads, free, HEAD_DIM], 2, 0))
         masses.append(g.append(g.cut(p, edge, length, 2), [1, heads, free], 2, 0))
-    window = {
+    made |= {
         "key_window": g("Concat", *windows["key"], axis=1),
         "value_window": g("Concat", *windows["value"], axis=1),
         "window_mass": g("Concat", *masses, axis=1),
@@ -173,7 +186,7 @@ def prefill(bucket: Bucket) -> Builder:
         "window_positions": g.append(g.cut(places, edge, length, 1), [1, free], 1, -1, "int32"),
         "window_kinds": g.append(g.cast(g.cut(kinds, edge, length, 1), "int8"), [1, free], 1, 0, "int8"),
     }
-    for name, value in window.items():
+    for name, value in made.items():
         if name in state:
             g.output(name, value, state[name][0], *state[name][1])
     g.output("logits", _logits(g, last, mixed), "float32", 1, VOCABULARY)
@@ -209,14 +222,7 @@ def decode(bucket: Bucket, batch: int = 1) -> Builder:
             g.output(f"new_store_mass.{layer}", total, "float32", batch, heads, slots)
             masses.append(g.cut(p, slots, slots + width + 1, 2))
     g.output("logits", _logits(g, row, mixed), "float32", batch, VOCABULARY)
-    for name, values in new.items():
-        g.output(f"new_{name}", g("Concat", *values, axis=1), "float32", batch, sum(KV_HEADS), 1, HEAD_DIM)
-    if bucket.compact:
-        everyone, heads = g("Concat", *masses, axis=1), sum(KV_HEADS)
-        total = g("Add", "window_mass", g.cut(everyone, 0, width, 2))
-        g.output("new_window_mass", total, "float32", batch, heads, width)
-        g.output("new_mass", g.cut(everyone, width, width + 1, 2), "float32", batch, heads, 1)
-    return g
+    return _tell(g, new, masses, width, batch)
 
 
 def extend(bucket: Bucket) -> Builder:
@@ -259,14 +265,7 @@ def extend(bucket: Bucket) -> Builder:
         g.output(f"new_store_mass.{layer}", total, "float32", 1, heads, slots)
         masses.append(g.cut(received, slots, slots + width + chunk, 2))
     g.output("logits", _logits(g, last, mixed), "float32", 1, VOCABULARY)
-    heads = sum(KV_HEADS)
-    for name, values in new.items():
-        g.output(f"new_{name}", g("Concat", *values, axis=1), "float32", 1, heads, chunk, HEAD_DIM)
-    everyone = g("Concat", *masses, axis=1)
-    total = g("Add", "window_mass", g.cut(everyone, 0, width, 2))
-    g.output("new_window_mass", total, "float32", 1, heads, width)
-    g.output("new_mass", g.cut(everyone, width, width + chunk, 2), "float32", 1, heads, chunk)
-    return g
+    return _tell(g, new, masses, width, tokens=chunk)
 
 
 def compact(bucket: Bucket) -> Builder:

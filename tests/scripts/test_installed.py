@@ -35,3 +35,22 @@ def test_a_script_runs_this_folder_not_an_installed_copy(tmp_path: Path) -> None
     env = os.environ | {"PYTHONPATH": str(tmp_path)}  # as site-packages, before what was at the end
     line = [sys.executable, "-S", str(SCRIPTS / "ask_easy_vqa.py"), "nowhere"]
     assert "a copy" not in subprocess.run(line, env=env, capture_output=True, text=True).stderr
+
+
+def test_what_is_missing_is_not_hidden_by_what_is_too_old(tmp_path: Path) -> None:
+    """As in an environment of a peer's, with another release of transformers and without what our exporter needs."""
+    (tmp_path / "transformers-5.2.0.dist-info").mkdir()
+    (tmp_path / "transformers-5.2.0.dist-info/METADATA").write_text("Name: transformers\nVersion: 5.2.0\n")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{SCRIPTS}"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import installed, onnx"], env=env, capture_output=True, text=True
+    )
+    told = "error: No module named 'onnx': transformers 5.2.0 is too old: pip install 'transformers>=5.24'\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+@pytest.mark.parametrize("script", ["kvpress_curve", "kvpress_needles"])
+def test_scripts_for_kvpress_need_nothing_of_the_exporter(script: str) -> None:
+    """Its environment has older releases, and neither onnx nor onnxruntime."""
+    code = f"import sys; sys.modules |= dict.fromkeys(('export', 'onnx', 'onnxruntime')); import {script}"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(SCRIPTS)}, check=True)
