@@ -18,7 +18,8 @@ from torch.export import ExportedProgram
 aten = torch.ops.aten
 CHECK = aten._assert_tensor_metadata.default
 CONVERSIONS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device)
-COPIES = (*CONVERSIONS, aten.alias.default, aten.contiguous.default)  # of another dtype at most: all is on the CPU
+ALIASES = (aten.alias.default, aten.contiguous.default, aten.detach.default, aten.detach_.default)
+COPIES = (*CONVERSIONS, *ALIASES)  # of another dtype at most: all is on the CPU, and nothing is trained
 RESHAPE = aten.reshape.default
 # A view of what was a copy may not be one of what it was copied from.
 SHAPES = (RESHAPE, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int)
@@ -32,6 +33,8 @@ def simplify(program: ExportedProgram) -> ExportedProgram:
             program.graph.erase_node(node)
         elif node.target in (*COPIES, *SHAPES):
             _rewrite(node)
+        elif node.target is aten.narrow.default:
+            _slice(node)
         else:
             node.target = SAME.get(node.target, node.target)
     program.run_decompositions = partial(_decomposed, program)
@@ -50,6 +53,15 @@ def _rewrite(node: fx.Node) -> None:
         node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": new.dtype}
     else:
         node.target, node.args, node.kwargs = RESHAPE, (source, [*new.shape]), {}
+
+
+def _slice(node: fx.Node) -> None:
+    """A part of fixed size and place, as PyTorch's own decomposition has it."""
+    source, places = node.all_input_nodes[0], [n for n in node.args if isinstance(n, int)]
+    if len(places) == 3:  # else its start is another node
+        shape, (dim, start, length) = source.meta["val"].shape, places
+        start %= shape[dim]
+        node.target, node.args = aten.slice.Tensor, (source, dim % len(shape), start, start + length)
 
 
 def _decomposed(program: ExportedProgram, table: dict[Any, Callable] | None = None) -> ExportedProgram:

@@ -19,7 +19,7 @@ import torch
 from onnx_ir.passes import common
 from onnx_ir.tensor_adapters import TorchTensor
 from onnxscript.optimizer import fold_constants
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from engines import bundle
 from engines.bundle import TensorSpec
@@ -209,12 +209,17 @@ def _spec(value: ir.Value) -> TensorSpec:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's notes about its own internals are nothing a user can act on."""
-    level = logging.root.manager.disable
+    """The exporter's notes about its own internals are nothing a user can act on.
+
+    Nor is where each of a graph's nodes comes from, which takes PyTorch a tenth of an export to find out.
+    """
+    level, traces = logging.root.manager.disable, fx.config.do_not_emit_stack_traces
     logging.disable(logging.WARNING)
+    fx.config.do_not_emit_stack_traces = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(level)
+        fx.config.do_not_emit_stack_traces = traces

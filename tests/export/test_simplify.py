@@ -33,7 +33,7 @@ class Plain(Graph):
     def __init__(self, more: nn.Module) -> None:
         super().__init__()
         self.more = more
-        self.outputs = ["flat", "same", "long", "halves", "marks", "scaled", "more"]
+        self.outputs = ["flat", "same", "long", "halves", "marks", "scaled", "middle", "fixed", "more"]
         self._takes(TensorSpec("rows", "float32", [2, 3, 8]))
 
     def compute(self, rows: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
@@ -46,6 +46,8 @@ class Plain(Graph):
             "halves": rows.to("cpu").unflatten(2, (2, 4)).float().sum(dim=2),
             "marks": ((low | high) & (rows > -2)).to(torch.int8),
             "scaled": rows.long() * 1.5,
+            "middle": rows.narrow(-1, -5, 3) * 2,
+            "fixed": rows + torch.tensor([0.5] * 8).detach(),
             "more": self.more(rows),
         }
 
