@@ -36,7 +36,7 @@ if not Path("/proc/self/statm").exists():
 
 
 def chosen(needs: dict[str, int], drops: dict[str, float], in_use: int, budget: int, heavy: bool, rate: float) -> Any:
-    """The level by the rule as README states it, and whether memory is short from then on."""
+    """The level by the rule as docs/runtime.md states it, and whether memory is short from then on."""
     own, *heavier = needs
     if (in_use + needs[own]) / budget <= (0.6 if heavy else 0.8):
         return own, False

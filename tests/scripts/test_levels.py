@@ -8,7 +8,7 @@ import runtime
 from demo_vlm.suites import suites
 from engines.bundle import Bundle
 
-QUESTIONS = 40  # a sample: the figures in the README come from scripts/accuracy.py on all of them
+QUESTIONS = 40  # a sample: the figures in docs/accuracy.md come from scripts/accuracy.py on all of them
 
 
 @pytest.fixture(scope="module")
