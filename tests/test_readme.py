@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from export.families import FAMILIES
-from tests.export import test_answers, test_mrope_end_to_end, test_pictures_end_to_end, test_text_only, zoo
+from tests.export import (
+    test_answers,
+    test_every_family,
+    test_mrope_end_to_end,
+    test_pictures_end_to_end,
+    test_text_only,
+    zoo,
+)
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -19,7 +26,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, ROOT / "BENCHMARKS.md", ROOT / "scripts/jetson.md", *DOCS]
 COLUMNS = ["family", "models", "vision", "prefill", "decode", "pruning", "plan", "int4 weights"]
 TESTS = {"eager", "ort", "answer"}
-WORDS = [TESTS | {"no images"}, TESTS, TESTS, TESTS | {"demo", "no images"}, {"vision", "all"}, {"demo"}]
+WORDS = [TESTS | {"no images"}, TESTS, TESTS, TESTS | {"demo", "no images"}, {"all"}, {"answer", "demo"}]
 
 
 def table() -> list[list[str]]:
@@ -46,6 +53,8 @@ def test_families_that_answer_are_those_that_are_asked() -> None:
     pictures = {*test_answers.SIZES, *test_mrope_end_to_end.SIZES, test_pictures_end_to_end.NAME}
     asked = {*map(zoo.model_type, pictures), *test_text_only.CONFIGS}
     assert {row[0].strip("`") for row in rows if "answer" in row[4]} == asked
+    more = {*map(zoo.model_type, test_every_family.SIZES), *test_text_only.CONFIGS}
+    assert {row[0].strip("`") for row in rows if row[6] == "all" and "answer" in row[7]} == more
     for row in rows:  # one answer goes through all of them
         assert len({"answer" in cell for cell in row[2:6] if cell != "no images"}) == 1, row
 
