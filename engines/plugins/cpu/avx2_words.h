@@ -3,7 +3,7 @@
 // What binds it on a Zen 3, whose store comes from memory in 23 cycles a token (four query heads and a KV head of 64
 // channels; scripts/cpu_peaks.cc): it takes 42. The 32 multiplications of 16 numbers start two a cycle. But each has an
 // addition, and codes that are widened and brought beside their neighbours', and of the four operations that a cycle
-// may start, 3 do: the output takes 16, its weights' numbers 2. Of the logits' 17, five are the sums over a vector's
+// may start, 3 do: the output takes 18, with its weights' numbers. Of the logits' 17, five are the sums over a vector's
 // lanes: to have tokens in lanes instead, as with VNNI, takes as many to turn the codes. The softmax takes 5.
 #pragma once
 #include "attention_rows.h"
